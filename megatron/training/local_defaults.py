@@ -1,0 +1,148 @@
+"""Defaults that fit the machine: what upstream's defaults need and this installation lacks is switched off.
+
+Upstream's defaults expect Transformer Engine, apex and a GPU. `set_local_defaults(parser, host)` changes the parser's
+defaults for what is absent, so an option that the user gives always wins; `check_local_choices(args, host)` refuses an
+explicit option that cannot work here, naming it and the remedy; `describe_local_defaults(...)` is the one log line.
+
+What always holds: with everything installed and a GPU, no default changes. No option that the user gave is altered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class LocalChoiceError(ValueError):
+    """An option was given that this installation cannot serve."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the defaults depend on."""
+
+    host: str
+    transformer_engine: bool
+    apex: bool
+    fused_gradient_kernel: bool
+
+    @classmethod
+    def find(cls, host: str) -> Surroundings:
+        """Look at the installed packages; `host` is "cuda" or "cpu"."""
+
+        def installed(name: str) -> bool:
+            return importlib.util.find_spec(name) is not None
+
+        return cls(
+            host=host,
+            transformer_engine=host == "cuda" and installed("transformer_engine"),
+            apex=host == "cuda" and installed("apex"),
+            fused_gradient_kernel=host == "cuda" and installed("fused_weight_gradient_mlp_cuda"),
+        )
+
+
+@dataclass(frozen=True)
+class LocalDefault:
+    """One changed default: the value used when `absent` holds, and whether another explicit value can work then."""
+
+    dest: str
+    value: Any
+    flag: str
+    needs: str
+    absent: Callable[[Surroundings], bool]
+    other_values_fail: bool
+
+
+def _no_engine(found: Surroundings) -> bool:
+    return not found.transformer_engine
+
+
+def _no_apex(found: Surroundings) -> bool:
+    return not found.apex
+
+
+def _on_cpu(found: Surroundings) -> bool:
+    return found.host == "cpu"
+
+
+def _no_gradient_kernel(found: Surroundings) -> bool:
+    return not found.fused_gradient_kernel and not found.transformer_engine
+
+
+_CPU_HOST = "a GPU"
+LOCAL_DEFAULTS: tuple[LocalDefault, ...] = (
+    LocalDefault("transformer_impl", "local", "--transformer-impl", "transformer-engine", _no_engine, True),
+    LocalDefault("distributed_backend", "gloo", "--distributed-backend", _CPU_HOST, _on_cpu, True),
+    LocalDefault("no_persist_layer_norm", True, "--no-persist-layer-norm", "apex", _no_apex, False),
+    LocalDefault(
+        "gradient_accumulation_fusion",
+        False,
+        "--no-gradient-accumulation-fusion",
+        "apex or transformer-engine",
+        _no_gradient_kernel,
+        False,
+    ),
+    LocalDefault("masked_softmax_fusion", False, "--no-masked-softmax-fusion", "apex", _no_apex, False),
+    LocalDefault("apply_rope_fusion", False, "--no-rope-fusion", "transformer-engine", _no_engine, False),
+    LocalDefault("bias_gelu_fusion", False, "--no-bias-gelu-fusion", _CPU_HOST, _on_cpu, False),
+    LocalDefault("bias_swiglu_fusion", False, "--no-bias-swiglu-fusion", _CPU_HOST, _on_cpu, False),
+    LocalDefault("bias_dropout_fusion", False, "--no-bias-dropout-fusion", _CPU_HOST, _on_cpu, False),
+)
+
+# Options that are off by default and cannot work when what they need is absent: (dest, flag, needs, absent).
+_OPT_IN: tuple[tuple[str, str, str, Callable[[Surroundings], bool]], ...] = (
+    ("fp8", "--fp8-format", "transformer-engine", _no_engine),
+    ("fp4", "--fp4-format", "transformer-engine", _no_engine),
+    ("moe_grouped_gemm", "--moe-grouped-gemm", _CPU_HOST, _on_cpu),
+    ("moe_permute_fusion", "--moe-permute-fusion", "transformer-engine", _no_engine),
+    ("moe_router_fusion", "--moe-router-fusion", "transformer-engine", _no_engine),
+    ("tp_comm_overlap", "--tp-comm-overlap", "transformer-engine", _no_engine),
+    ("use_torch_fsdp2", "--use-torch-fsdp2", _CPU_HOST, _on_cpu),
+    ("use_megatron_fsdp", "--use-megatron-fsdp", _CPU_HOST, _on_cpu),
+    ("optimizer_cpu_offload", "--optimizer-cpu-offload", _CPU_HOST, _on_cpu),
+    ("async_save", "--async-save", _CPU_HOST, _on_cpu),
+    ("cpu_offloading_num_layers", "--cpu-offloading-num-layers", "transformer-engine", _no_engine),
+    ("log_energy", "--log-energy", _CPU_HOST, _on_cpu),
+)
+
+
+def set_local_defaults(parser: argparse.ArgumentParser, host: str) -> list[LocalDefault]:
+    """Change the parser's defaults for what is absent; returns the changed ones."""
+    found = Surroundings.find(host)
+    changed = [default for default in LOCAL_DEFAULTS if default.absent(found)]
+    parser.set_defaults(**{default.dest: default.value for default in changed})
+    return changed
+
+
+def check_local_choices(args: argparse.Namespace, host: str) -> None:
+    """Raise LocalChoiceError for an explicit option that cannot work here."""
+    found = Surroundings.find(host)
+    for default in LOCAL_DEFAULTS:
+        value = getattr(args, default.dest)
+        if default.other_values_fail and default.absent(found) and value != default.value:
+            raise LocalChoiceError(
+                f"{default.flag} {value} needs {default.needs}, which is not here (host {host}): leave the option out "
+                f"or give {default.flag} {default.value}."
+            )
+    for dest, flag, needs, absent in _OPT_IN:
+        if getattr(args, dest, None) and absent(found):
+            raise LocalChoiceError(f"{flag} needs {needs}, which is not here (host {host}): leave the option out.")
+    if args.context_parallel_size > 1 and _no_engine(found):
+        raise LocalChoiceError(
+            f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "
+            f"--transformer-impl local cannot split a sequence. Use 1."
+        )
+
+
+def describe_local_defaults(changed: list[LocalDefault], args: argparse.Namespace) -> str | None:
+    """The log line on the defaults in use, or None when none changed."""
+    parts = []
+    for default in changed:
+        if getattr(args, default.dest) != default.value:
+            continue  # the user chose another value
+        text = default.flag if isinstance(default.value, bool) else f"{default.flag} {default.value}"
+        parts.append(f"{text} (no {default.needs.removeprefix('a ')})")
+    return f"> defaults for this machine: {', '.join(parts)}" if parts else None

@@ -1,0 +1,161 @@
+"""What the pretraining scripts share: host, arguments, model configuration, data and upstream's trainer.
+
+    from megatron.training.pretrain_entry import gpt_model_config, main
+
+    sys.exit(main(gpt_model_config))
+
+`main` runs, in this order: choose the host, parse upstream's arguments plus ours with defaults that fit the machine,
+restore arguments from a checkpoint where asked, validate, build the model's configuration, train.
+
+How to add to it: a flag group is an `ArgumentExtension` in `ARGUMENT_EXTENSIONS` (its flags, and what is to be checked
+or derived before and after upstream validates); a model kind is a function from the arguments to an upstream
+`ModelConfig`, whose `builder` builds the model.
+
+What always holds: an option that the user gives is never changed, and without any flag of ours the model is upstream's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.cpu.host import Host, HostChoiceError, training_host
+
+ModelConfigFromArgs = Callable[[argparse.Namespace], Any]
+
+
+def _nothing_to_do(args: argparse.Namespace) -> None:
+    """An extension that has nothing to check at this point."""
+
+
+@dataclass(frozen=True)
+class ArgumentExtension:
+    """A group of flags: `add` puts them on the parser; `before_validation` runs on the parsed arguments (after those of
+    a checkpoint were restored), `after_validation` on the validated ones."""
+
+    add: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+    before_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
+    after_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
+
+
+ARGUMENT_EXTENSIONS: tuple[ArgumentExtension, ...] = ()
+
+
+def parse_training_arguments(
+    host: Host, extensions: Iterable[ArgumentExtension] = ARGUMENT_EXTENSIONS
+) -> argparse.Namespace:
+    """Parse sys.argv with upstream's parser, the extensions and this machine's defaults; validate, make it global.
+
+    The steps are those of upstream's `parse_and_validate_args`, with the extensions' checks between them. Raises
+    LocalChoiceError for an option that cannot work here.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
+    from megatron.training.global_vars import set_global_variables
+    from megatron.training.local_defaults import (
+        LocalChoiceError,
+        check_local_choices,
+        describe_local_defaults,
+        set_local_defaults,
+    )
+
+    extensions = tuple(extensions)
+    changed = []
+
+    def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        for extension in extensions:
+            parser = extension.add(parser)
+        changed.extend(set_local_defaults(parser, host))
+        return parser
+
+    args = parse_args(add_ours)
+    if args.yaml_cfg is not None:
+        raise LocalChoiceError("--yaml-cfg is not supported here: give the options on the command line.")
+    if args.use_checkpoint_args:
+        if args.load is None and args.pretrained_checkpoint is None:
+            raise LocalChoiceError("--use-checkpoint-args needs --load or --pretrained-checkpoint.")
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    check_local_choices(args, host)
+    for extension in extensions:
+        extension.before_validation(args)
+    validate_args(args)
+    for extension in extensions:
+        extension.after_validation(args)
+    set_global_variables(args)
+    line = describe_local_defaults(changed, args)
+    if line is not None and args.rank == 0:
+        print(line, flush=True)
+    return args
+
+
+def gpt_model_config(args: argparse.Namespace) -> Any:
+    """The configuration of a GPT for these arguments: upstream's own GPTModelConfig."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    return gpt_config_from_args(args)
+
+
+def _mock_datasets(num_samples: list[int | None], vp_stage: int | None = None) -> Any:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.training import get_args, get_tokenizer
+
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split="8,1,1",
+        path_to_cache=args.data_cache_path,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
+
+
+def train(host: Host, model_config_from_args: ModelConfigFromArgs) -> None:
+    """Parse the arguments and run upstream's trainer on this host."""
+    import torch
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.language_batches import forward_step
+
+    set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    args = parse_training_arguments(host)
+    provider = _mock_datasets
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config_from_args(args)),
+        provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        # Started without a launcher: one process needs no address to meet the others at.
+        store=None if "WORLD_SIZE" in os.environ else torch.distributed.HashStore(),
+    )
+    torch.distributed.destroy_process_group()
+
+
+_PROGRAM_START = time.time()
+
+
+def main(model_config_from_args: ModelConfigFromArgs) -> int:
+    """Run a training script; returns its exit status: 0, or 2 for an option that cannot work here."""
+    from megatron.training.local_defaults import LocalChoiceError
+
+    try:
+        with training_host() as host:
+            train(host, model_config_from_args)
+    except (HostChoiceError, LocalChoiceError) as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
