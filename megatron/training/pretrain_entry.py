@@ -20,7 +20,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,34 @@ class ArgumentExtension:
     after_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
 
 
-ARGUMENT_EXTENSIONS: tuple[ArgumentExtension, ...] = ()
+def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.training.wide_residual_arguments import add_wide_residual_args
+
+    return add_wide_residual_args(parser)
+
+
+def _check_wide_residual(args: argparse.Namespace) -> None:
+    """Restore the stream layout of a checkpoint where asked, and refuse one that cannot be."""
+    from megatron.training.wide_residual_arguments import wide_residual_config_from_args
+    from megatron.training.wide_residual_checkpoint import restore_and_check_stream_layout
+
+    with _as_choice_error():
+        restore_and_check_stream_layout(args)
+        wide_residual_config_from_args(args)
+
+
+@contextmanager
+def _as_choice_error() -> Iterator[None]:
+    """Turn the ValueError or TypeError of a value that the user chose into a LocalChoiceError."""
+    from megatron.training.local_defaults import LocalChoiceError
+
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise LocalChoiceError(str(error)) from error
+
+
+ARGUMENT_EXTENSIONS = (ArgumentExtension(_add_wide_residual, before_validation=_check_wide_residual),)
 
 
 def parse_training_arguments(
@@ -57,6 +85,7 @@ def parse_training_arguments(
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
+
     from megatron.training.local_defaults import (
         LocalChoiceError,
         check_local_choices,
@@ -95,16 +124,17 @@ def parse_training_arguments(
 
 
 def gpt_model_config(args: argparse.Namespace) -> Any:
-    """The configuration of a GPT for these arguments: upstream's own GPTModelConfig."""
-    from megatron.training.argument_utils import gpt_config_from_args
+    """The configuration of a GPT for these arguments: upstream's own, or the wide one with --wide-residual."""
+    from megatron.training.wide_residual_builders import gpt_model_config_from_args
 
-    return gpt_config_from_args(args)
+    with _as_choice_error():
+        return gpt_model_config_from_args(args)
 
 
 def _mock_datasets(num_samples: list[int | None], vp_stage: int | None = None) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-    from megatron.training import get_args, get_tokenizer
+    from megatron.training.global_vars import get_args, get_tokenizer
 
     args = get_args()
     config = GPTDatasetConfig(
@@ -125,22 +155,28 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs) -> None:
     """Parse the arguments and run upstream's trainer on this host."""
     import torch
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.training import pretrain, set_startup_timestamps
+
+    from megatron.cpu.replacements import Replacements
+    from megatron.patches import apply_patches, retention_weight_decay
     from megatron.training.language_batches import forward_step
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_training_arguments(host)
     provider = _mock_datasets
     provider.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config_from_args(args)),
-        provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        # Started without a launcher: one process needs no address to meet the others at.
-        store=None if "WORLD_SIZE" in os.environ else torch.distributed.HashStore(),
-    )
+    with Replacements() as replaced:
+        if args.wide_residual_learned_retention:
+            apply_patches((retention_weight_decay.PATCH,), replaced)
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config_from_args(args)),
+            provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            # Started without a launcher: one process needs no address to meet the others at.
+            store=None if "WORLD_SIZE" in os.environ else torch.distributed.HashStore(),
+        )
     torch.distributed.destroy_process_group()
 
 

@@ -1,0 +1,218 @@
+"""The residual-connection protocol: how a layer reads its branch input from the residual and writes the output back.
+
+A connection object is built for one operation. A layer owns two per branch:
+
+    z_sbd, state = read_connection(x_sbw, fp32_residual_connection=False)
+    update_with_bias = branch(norm(z_sbd))                               # Megatron's (output, bias or None)
+    x_sbw = write_connection(branch_output=update_with_bias, state=state, dropout_probability=0.1, training=True)
+
+What always holds: each argument belongs to one operation, and a call with a missing, foreign or ill-shaped argument
+raises a TypeError or ValueError that names it; the carried stream is never changed in place. Calls go through
+`__call__`, so module hooks see them.
+
+Shape suffixes: s sequence, b batch, d branch width D, w width of the carried stream (K*D; D for an ordinary one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+ResidualConnectionOperation = Literal["read", "write"]
+
+ResidualBranchOutput = tuple[Tensor, Tensor | None]
+"""What a branch returns: the update [s, b, D] and the bias [D] still to be added, or None."""
+
+ResidualConnectionWriteState = Tensor | tuple[Tensor, ...] | None
+"""What a read computed for its write beside the stream (None for static maps, which need nothing)."""
+
+
+@dataclass(frozen=True)
+class ResidualConnectionState:
+    """What a read hands to the write of the same branch.
+
+    Args:
+        residual: the carried stream [s, b, w], fp32 under fp32_residual_connection.
+        write_state: what the read computed for the write, if anything.
+    """
+
+    residual: Tensor
+    write_state: ResidualConnectionWriteState = None
+
+
+_READ_ARGUMENTS = ("hidden_states", "fp32_residual_connection", "branch_input_dtype")
+_WRITE_ARGUMENTS = ("branch_output", "state", "dropout_probability", "training")
+_REQUIRED = {
+    "read": ("hidden_states", "fp32_residual_connection"),
+    "write": ("branch_output", "state", "dropout_probability", "training"),
+}
+
+
+class ResidualConnection(torch.nn.Module):
+    """One operation, read or write, of a branch's residual connection. Subclasses bring `_read` and `_write`.
+
+    Args:
+        config: its hidden_size is the branch width D.
+        layer_number: 1-based, for error messages.
+        branch_name: "self_attn", "mlp", "mamba", ...
+        pg_collection: the process groups of the layer.
+        name: the module's name in the model, for error messages.
+        operation: which of the two operations this object is for.
+
+    Raises:
+        ValueError: operation is neither "read" nor "write".
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        branch_name: str,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+        *,
+        operation: ResidualConnectionOperation,
+    ) -> None:
+        super().__init__()
+        if operation not in get_args(ResidualConnectionOperation):
+            raise ValueError(f'operation is {operation!r}; "read" or "write" is wanted')
+        self.config = config
+        self.layer_number = layer_number
+        self.branch_name = branch_name
+        self.pg_collection = pg_collection
+        self.name = name or f"layer {layer_number} {branch_name}"
+        self.operation: ResidualConnectionOperation = operation
+
+    @property
+    def residual_width(self) -> int:
+        """Features of the carried stream in its last dimension."""
+        return self.config.hidden_size
+
+    def forward(
+        self,
+        hidden_states: Tensor | None = None,
+        *,
+        fp32_residual_connection: bool | None = None,
+        branch_input_dtype: torch.dtype | None = None,
+        branch_output: ResidualBranchOutput | None = None,
+        state: ResidualConnectionState | None = None,
+        dropout_probability: float | None = None,
+        training: bool | None = None,
+    ) -> Any:
+        """Run the operation that this object was built for.
+
+        Read: hidden_states [s, b, w] and fp32_residual_connection, optionally branch_input_dtype; returns
+        (branch input [s, b, D], ResidualConnectionState).
+        Write: branch_output (update [s, b, D], bias [D] or None), state, dropout_probability and training; returns the
+        new stream [s, b, w] in the dtype of state.residual.
+
+        Raises:
+            TypeError: a missing argument, one of the other operation, or one of the wrong type.
+            ValueError: a wrong shape, or a dropout probability outside [0, 1].
+        """
+        given = {
+            "hidden_states": hidden_states,
+            "fp32_residual_connection": fp32_residual_connection,
+            "branch_input_dtype": branch_input_dtype,
+            "branch_output": branch_output,
+            "state": state,
+            "dropout_probability": dropout_probability,
+            "training": training,
+        }
+        self._check_arguments(given)
+        if self.operation == "read":
+            assert hidden_states is not None
+            assert fp32_residual_connection is not None
+            self._check_stream("hidden_states", hidden_states)
+            if branch_input_dtype is not None and not branch_input_dtype.is_floating_point:
+                raise TypeError(f"{self.name}: branch_input_dtype is {branch_input_dtype}; a floating dtype is wanted")
+            return self._read(
+                hidden_states,
+                fp32_residual_connection=fp32_residual_connection,
+                branch_input_dtype=branch_input_dtype,
+            )
+        assert branch_output is not None
+        assert state is not None
+        assert dropout_probability is not None
+        assert training is not None
+        self._check_write(branch_output, state, dropout_probability)
+        return self._write(branch_output, state, dropout_probability=dropout_probability, training=training)
+
+    def _read(
+        self, hidden_states: Tensor, *, fp32_residual_connection: bool, branch_input_dtype: torch.dtype | None
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        raise NotImplementedError(f"{type(self).__name__} brings no _read")
+
+    def _write(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} brings no _write")
+
+    def _check_arguments(self, given: dict[str, Any]) -> None:
+        foreign = _WRITE_ARGUMENTS if self.operation == "read" else _READ_ARGUMENTS
+        for argument in foreign:
+            if given[argument] is not None:
+                raise TypeError(
+                    f"{self.name}: {argument} was given, which is not an argument of a residual {self.operation}; "
+                    f"a {self.operation} takes {', '.join(_REQUIRED[self.operation])}"
+                )
+        for argument in _REQUIRED[self.operation]:
+            if given[argument] is None:
+                raise TypeError(f"{self.name}: a residual {self.operation} needs {argument}, which is missing")
+        for argument in ("fp32_residual_connection", "training"):
+            if given[argument] is not None and not isinstance(given[argument], bool):
+                raise TypeError(f"{self.name}: {argument} is {given[argument]!r}; True or False is wanted")
+
+    def _check_stream(self, argument: str, x_sbw: Tensor) -> None:
+        if not isinstance(x_sbw, Tensor):
+            raise TypeError(f"{self.name}: {argument} is a {type(x_sbw).__name__}; a tensor is wanted")
+        if not x_sbw.is_floating_point():
+            raise TypeError(f"{self.name}: {argument} has dtype {x_sbw.dtype}; a floating dtype is wanted")
+        if x_sbw.dim() < 1 or x_sbw.shape[-1] != self.residual_width:
+            raise ValueError(
+                f"{self.name}: {argument} has shape {tuple(x_sbw.shape)}; a last dimension of {self.residual_width} "
+                f"is wanted (the stream of this model, branch width {self.config.hidden_size})"
+            )
+
+    def _check_write(
+        self, branch_output: ResidualBranchOutput, state: ResidualConnectionState, dropout_probability: float
+    ) -> None:
+        if not isinstance(state, ResidualConnectionState):
+            raise TypeError(f"{self.name}: state is a {type(state).__name__}; a ResidualConnectionState is wanted")
+        if not isinstance(branch_output, tuple) or len(branch_output) != 2:
+            raise TypeError(f"{self.name}: branch_output is {type(branch_output).__name__}; (update, bias) is wanted")
+        self._check_stream("state.residual", state.residual)
+        update_sbd, bias_d = branch_output
+        width = self.config.hidden_size
+        if not isinstance(update_sbd, Tensor):
+            raise TypeError(f"{self.name}: the update is a {type(update_sbd).__name__}; a tensor is wanted")
+        if not update_sbd.is_floating_point():
+            raise TypeError(f"{self.name}: the update has dtype {update_sbd.dtype}; a floating dtype is wanted")
+        wanted = (*state.residual.shape[:-1], width)
+        if tuple(update_sbd.shape) != wanted:
+            raise ValueError(
+                f"{self.name}: the update has shape {tuple(update_sbd.shape)}; {wanted} is wanted beside a stream of "
+                f"shape {tuple(state.residual.shape)}"
+            )
+        if bias_d is not None and not isinstance(bias_d, Tensor):
+            raise TypeError(f"{self.name}: the bias is a {type(bias_d).__name__}; a tensor or None is wanted")
+        if bias_d is not None and (bias_d.dim() < 1 or bias_d.shape[-1] != width):
+            raise ValueError(
+                f"{self.name}: the bias has shape {tuple(bias_d.shape)}; a last dimension of {width} is wanted"
+            )
+        if isinstance(dropout_probability, bool) or not isinstance(dropout_probability, int | float):
+            raise TypeError(f"{self.name}: dropout_probability is {dropout_probability!r}; a number is wanted")
+        if not 0 <= dropout_probability <= 1:
+            raise ValueError(f"{self.name}: dropout_probability is {dropout_probability}; 0 <= p <= 1 is wanted")

@@ -1,0 +1,140 @@
+"""A Transformer layer, dense or MoE, whose attention and MLP branches read from and write to wide residual streams.
+
+Used through a layer spec: `ModuleSpec(module=WideResidualTransformerLayer, submodules=<those of the ordinary layer>)`.
+
+What always holds: upstream's forward runs, not a copy of it. Each half-layer first reads the branch input z (width D)
+from the stream, hands z to the parent, and puts its write where the parent calls the bias-dropout-add. Parameter names
+of the ordinary layer are unchanged, and building the layer draws no random numbers beyond the ordinary layer's.
+
+Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron.core.transformer.residual_connection import ResidualBranchOutput, ResidualConnectionState
+from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
+from megatron.core.transformer.wide_residual_config import require_wide_residual_config
+
+
+class WideResidualTransformerLayer(TransformerLayer):
+    """TransformerLayer on a stream of shape [s, b, K*D]; its branches compute at width D.
+
+    Arguments as TransformerLayer.
+
+    Raises:
+        ValueError: an ordinary config, or submodules with cross-attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        require_wide_residual_config(config, type(self).__name__)
+        if submodules.cross_attention is not IdentityOp:
+            raise ValueError(
+                "cross-attention (an encoder-decoder layer spec) cannot be used with wide residual streams: there is "
+                "no read and write for it. Use a decoder-only spec, or leave --wide-residual out."
+            )
+        super().__init__(
+            config,
+            submodules,
+            layer_number=layer_number,
+            hidden_dropout=hidden_dropout,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **kwargs,
+        )
+        self._carried: dict[str, ResidualConnectionState] = {}
+        self._branches = tuple(
+            branch
+            for branch, module in (("self_attn", self.self_attention), ("mlp", self.mlp))
+            if not isinstance(module, IdentityOp)
+        )
+        for branch in self._branches:
+            self._add_connections(branch, kwargs.get("name"))
+        self.register_load_state_dict_pre_hook(load_residual_state)
+        # The parent enables gradients around the bias-dropout-add even in evaluation. A write saves tensors for its
+        # backward, so it follows the caller's grad mode instead.
+        self.bias_dropout_add_exec_handler = nullcontext
+
+    def _add_connections(self, branch: str, name: str | None) -> None:
+        """Build the read and the write of a branch, and put the write where the bias-dropout-add stood."""
+        for operation in ("read", "write"):
+            attribute = f"residual_{operation}_{branch}"
+            connection = StreamwiseSigmoidWideResidualConnection(
+                self.config,
+                self.layer_number,
+                branch,
+                self.pg_collection,
+                f"{name}.{attribute}" if name is not None else None,
+                operation=operation,  # type: ignore[arg-type]
+            )
+            setattr(self, attribute, connection)
+        # Bound methods, not closures: a deep copy of the layer then writes to its own maps.
+        delattr(self, f"{branch}_bda")
+        setattr(self, f"{branch}_bda", partial(self._bias_dropout_write, branch))
+
+    def _bias_dropout_write(
+        self, branch: str, training: bool, fused: bool
+    ) -> Callable[[ResidualBranchOutput, Tensor, float], Tensor]:
+        """Stand in for get_bias_dropout_add, whose `fused` has no meaning for a write."""
+        del fused
+        return partial(self._write, branch, training)
+
+    def _read(self, branch: str, x_sbw: Tensor) -> Tensor:
+        """Read the branch input from the stream and keep the stream for the write."""
+        read = getattr(self, f"residual_read_{branch}")
+        z_sbd, self._carried[branch] = read(x_sbw, fp32_residual_connection=bool(self.config.fp32_residual_connection))
+        return z_sbd
+
+    def _write(
+        self,
+        branch: str,
+        training: bool,
+        branch_output: ResidualBranchOutput,
+        z_sbd: Tensor,
+        dropout_probability: float,
+    ) -> Tensor:
+        """Write the branch output into the stream that its read kept; the parent's residual, z, is not needed."""
+        del z_sbd
+        write = getattr(self, f"residual_write_{branch}")
+        return write(
+            branch_output=branch_output,
+            state=self._carried.pop(branch),
+            dropout_probability=dropout_probability,
+            training=training,
+        )
+
+    def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the attention half-layer: [s, b, K*D] -> ([s, b, K*D], context)."""
+        return self._run_branch("self_attn", super()._forward_attention, hidden_states, *args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the MLP or MoE half-layer: [s, b, K*D] -> [s, b, K*D]."""
+        return self._run_branch("mlp", super()._forward_mlp, hidden_states, *args, **kwargs)
+
+    def _run_branch(self, branch: str, run_parent: Callable[..., Any], x_sbw: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Read, run the parent's half-layer on the branch input, and leave nothing behind."""
+        if branch not in self._branches:
+            return run_parent(x_sbw, *args, **kwargs)
+        try:
+            return run_parent(self._read(branch, x_sbw), *args, **kwargs)
+        finally:
+            self._carried.pop(branch, None)

@@ -1,0 +1,71 @@
+"""The lines about the model that a run prints at its start.
+
+    model_config.pre_wrap_hooks.append(print_model_summary)
+
+prints on rank 0, for example,
+
+    > parameters: 10,626,048 base + 3,200 controllers
+    > residual: 4 streams of width 256 (1,024 carried); per token and layer 3,072 more bytes kept for the backward, ...
+
+What always holds: parameters are those of the whole model, each counted once however it is sharded or replicated;
+controllers count their active elements, without the padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megatron.core.transformer.wide_residual_config import get_wide_residual_config
+
+BRANCHES_PER_LAYER = 2  # attention and MLP
+
+
+def count_parameters(model_chunks: list[MegatronModule]) -> tuple[int, int]:
+    """Return (base parameters, controller elements in use) of the whole model; collective over the pipeline ranks."""
+    pg_collection = model_chunks[0].pg_collection
+    wide_residual = get_wide_residual_config(get_model_config(model_chunks[0]))
+    base = controllers = 0
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            if hasattr(param, "residual_controller"):
+                controllers += wide_residual.num_streams if wide_residual is not None else 0
+                continue
+            if getattr(param, "shared", False) and not chunk.pre_process:
+                continue  # the output layer's copy of a tied embedding
+            expert = not getattr(param, "allreduce", True)
+            sharded = getattr(param, "tensor_model_parallel", False)
+            tensor_group = pg_collection.expt_tp if expert else pg_collection.tp
+            copies = (pg_collection.ep.size() if expert else 1) * (tensor_group.size() if sharded else 1)
+            base += param.numel() * copies
+    counts = torch.tensor([base, controllers], dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(counts, group=pg_collection.pp)
+    return int(counts[0]), int(counts[1])
+
+
+def residual_line(config: object) -> str:
+    """Describe the residual stream of config, and what it costs per token and layer beyond the ordinary one."""
+    width: int = config.__dict__["hidden_size"]
+    wide_residual = get_wide_residual_config(config)  # type: ignore[arg-type]
+    if wide_residual is None:
+        return f"residual: one stream of width {width}"
+    streams = wide_residual.num_streams
+    fp32_stream = config.fp32_residual_connection  # type: ignore[attr-defined]
+    dtype = torch.float32 if fp32_stream else config.params_dtype  # type: ignore[attr-defined]
+    branch_bytes = width * dtype.itemsize * BRANCHES_PER_LAYER
+    # DESIGN section 3, in units of D per branch: the ordinary stream moves 3, the wide one 3K + 2.
+    return (
+        f"residual: {streams} streams of width {width} ({streams * width:,} carried, {dtype}); per token and layer "
+        f"{(streams - 1) * branch_bytes:,} more bytes of activations, {(3 * streams - 1) * branch_bytes:,} more bytes "
+        "moved in the forward"
+    )
+
+
+def print_model_summary(model_chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """Print the summary on rank 0 and return the model as it is (a pre_wrap_hook of ModelConfig)."""
+    base, controllers = count_parameters(model_chunks)
+    if torch.distributed.get_rank() == 0:
+        print(f"> parameters: {base:,} base + {controllers:,} controllers", flush=True)
+        print(f"> {residual_line(get_model_config(model_chunks[0]))}", flush=True)
+    return model_chunks

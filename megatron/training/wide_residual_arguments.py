@@ -1,0 +1,113 @@
+"""Command-line flags of wide residual streams, their check and their way into a WideResidualConfig.
+
+    parse_and_validate_args(extra_args_provider=add_wide_residual_args)
+    wide_residual = wide_residual_config_from_args(args)      # None without --wide-residual
+
+What always holds: a sub-flag without --wide-residual is an error; flags that were not given stay None in the
+namespace, so that a checkpoint's values can be told from the command line's.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import fields
+from typing import Any
+
+from megatron.core.transformer.wide_residual_config import WideResidualConfig
+
+# Sub-flags: attribute of the namespace -> field of WideResidualConfig.
+WIDE_RESIDUAL_SUBFLAGS = {
+    "wide_residual_streamwise_sigmoid_init_scale": "streamwise_sigmoid_init_scale",
+    "wide_residual_learned_retention": "learned_retention",
+    "wide_residual_retention_init": "retention_init",
+    "wide_residual_retention_max_forget": "retention_max_forget",
+}
+
+# What a checkpoint stores of the stream layout and --use-checkpoint-args restores.
+WIDE_RESIDUAL_ARGUMENTS = ("wide_residual", *WIDE_RESIDUAL_SUBFLAGS)
+
+_DEFAULTS = {field.name: field.default for field in fields(WideResidualConfig)}
+
+
+def _stream_count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no whole number; 2 or more streams are wanted") from None
+    if count < 2:
+        raise ArgumentTypeError(f"{count} is too few; 2 or more streams are wanted (leave the flag out for one)")
+    return count
+
+
+def add_wide_residual_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags to Megatron's parser and return it."""
+    group = parser.add_argument_group(title="wide residual streams")
+    group.add_argument(
+        "--wide-residual",
+        type=_stream_count,
+        default=None,
+        metavar="K",
+        help="Carry K residual streams of width hidden-size between layers (2 or more). Attention and MLP still "
+        "compute at hidden-size. Without this flag the model is the ordinary one.",
+    )
+    group.add_argument(
+        "--wide-residual-streamwise-sigmoid-init-scale",
+        type=float,
+        default=None,
+        metavar="SCALE",
+        help="Spread of the write logits over the streams at the start, linspace(-SCALE, +SCALE, K); it is what makes "
+        f"the streams differ (default: {_DEFAULTS['streamwise_sigmoid_init_scale']}).",
+    )
+    group.add_argument(
+        "--wide-residual-learned-retention",
+        action="store_true",
+        default=None,
+        help="Let each write forget a learned, bounded share of each stream (default: off, streams are kept whole).",
+    )
+    group.add_argument(
+        "--wide-residual-retention-init",
+        type=float,
+        default=None,
+        metavar="G",
+        help=f"Share of a stream that a write keeps at the start (default: {_DEFAULTS['retention_init']}).",
+    )
+    group.add_argument(
+        "--wide-residual-retention-max-forget",
+        type=float,
+        default=None,
+        metavar="F",
+        help="Largest share of a stream that a write can ever forget "
+        f"(default: {_DEFAULTS['retention_max_forget']:.2f}).",
+    )
+    return parser
+
+
+def flag_of(attribute: str) -> str:
+    """Return the command-line flag of an attribute of the namespace."""
+    return "--" + attribute.replace("_", "-")
+
+
+def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None:
+    """Return the stream layout that the arguments ask for, or None for the ordinary model.
+
+    Raises:
+        ValueError: a sub-flag without --wide-residual, a retention bound without learned retention, a value out of
+            range; the message names the flag.
+    """
+    given = {name: getattr(args, name, None) for name in WIDE_RESIDUAL_SUBFLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if getattr(args, "wide_residual", None) is None:
+        if given:
+            raise ValueError(
+                f"{', '.join(map(flag_of, given))} given without --wide-residual; add --wide-residual K, or leave "
+                f"{'it' if len(given) == 1 else 'them'} out"
+            )
+        return None
+    if not given.get("wide_residual_learned_retention"):
+        bounds = [name for name in given if "retention_init" in name or "max_forget" in name]
+        if bounds:
+            raise ValueError(
+                f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention, which it belongs to"
+            )
+    options: dict[str, Any] = {WIDE_RESIDUAL_SUBFLAGS[name]: value for name, value in given.items()}
+    return WideResidualConfig(num_streams=args.wide_residual, **options)

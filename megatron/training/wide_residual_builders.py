@@ -1,0 +1,129 @@
+"""Model configs and builders that give Megatron's trainer a GPT on wide residual streams.
+
+    model_config = gpt_model_config_from_args(args)      # ordinary without --wide-residual, wide with it
+    pretrain(pretrain_cfg_container_from_args(args, model_config), ...)
+
+What always holds: without --wide-residual the model config is upstream's own, so the run is an ordinary Megatron run.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.utils import get_model_config
+from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
+from megatron.core.models.gpt.wide_residual_layer_specs import widen_layer_spec
+from megatron.core.transformer.wide_residual_config import WideResidualConfig, widen_transformer_config
+from megatron.training.model_summary import print_model_summary
+from megatron.training.wide_residual_arguments import wide_residual_config_from_args
+
+# Fields of GPTModelConfig that GPTModel takes under the same name.
+_MODEL_OPTIONS = (
+    "fp16_lm_cross_entropy",
+    "parallel_output",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "scatter_embedding_sequence_parallel",
+    "seq_len_interpolation_factor",
+)
+
+
+@dataclass(kw_only=True)
+class WideResidualGPTModelConfig(GPTModelConfig):
+    """A GPTModelConfig whose `transformer` carries a WideResidualConfig."""
+
+    builder: ClassVar[str] = "megatron.training.wide_residual_builders.WideResidualGPTModelBuilder"
+
+
+def float16_module(config: Any, module: MegatronModule) -> MegatronModule:
+    """Wrap module for bf16 or fp16 under the module's own config, which on pipeline stages has the carried width."""
+    del config
+    return Float16Module(get_model_config(module), module)
+
+
+class WideResidualGPTModelBuilder(GPTModelBuilder):
+    """Builds WideResidualGPTModel stages; distributed wrapping is the parent's."""
+
+    def _layer_spec(self, vp_stage: int | None) -> Any:
+        """Return the wide twin of the layer spec that the ordinary model would have."""
+        spec: Any = self._model_config.transformer_layer_spec
+        if spec is None:
+            spec = default_layer_spec
+        if isinstance(spec, Callable):  # type: ignore[arg-type]
+            takes_stage = "vp_stage" in spec.__code__.co_varnames[: spec.__code__.co_argcount]
+            spec = spec(self._model_config, vp_stage=vp_stage) if takes_stage else spec(self._model_config)
+        return widen_layer_spec(spec)
+
+    def _padded_vocab_size(self) -> int:
+        config = self._model_config
+        if config.vocab_size is None:
+            raise ValueError("vocab_size is not set; the tokenizer, --vocab-size or --padded-vocab-size sets it")
+        if not config.should_pad_vocab:
+            return config.vocab_size
+        return calculate_padded_vocab_size(
+            config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+        )
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> WideResidualGPTModel:
+        """Build one stage. Arguments as GPTModelBuilder.build_model."""
+        config = self._model_config
+        vp_size = config.transformer.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(pg_collection.pp)
+        return WideResidualGPTModel(
+            config.transformer,
+            self._layer_spec(vp_stage),
+            self._padded_vocab_size(),
+            config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **{option: getattr(config, option) for option in _MODEL_OPTIONS},
+        )
+
+    def build_distributed_models(self, *args: Any, **kwargs: Any) -> Any:
+        """Build and wrap all stages of this rank. Arguments as GPTModelBuilder.build_distributed_models."""
+        kwargs.setdefault("mixed_precision_wrapper", float16_module)
+        return super().build_distributed_models(*args, **kwargs)
+
+
+def wide_gpt_model_config(args: Namespace, wide_residual: WideResidualConfig) -> WideResidualGPTModelConfig:
+    """Return the model config of a wide GPT for Megatron's parsed arguments."""
+    transformer = widen_transformer_config(core_transformer_config_from_args(args), wide_residual)
+    return gpt_config_from_args(args, config=transformer, model_config_cls=WideResidualGPTModelConfig)
+
+
+def gpt_model_config_from_args(args: Namespace) -> GPTModelConfig:
+    """Return the model config for Megatron's parsed arguments: upstream's own, or the wide one with --wide-residual."""
+    wide_residual = wide_residual_config_from_args(args)
+    model_config = gpt_config_from_args(args) if wide_residual is None else wide_gpt_model_config(args, wide_residual)
+    model_config.pre_wrap_hooks.append(print_model_summary)
+    return model_config
