@@ -25,12 +25,15 @@ from megatron.cpu.replacements import Replacements
 _CPU = torch.device("cpu")
 
 # Functions that take a keyword argument `device`.
+# fmt: off
 _FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm range scalar_tensor sparse_coo_tensor tensor tril_indices "
-    "triu_indices zeros zeros_like"
-).split()
-_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
+    "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros", "zeros_like",
+)
+# fmt: on
+_TENSOR_FACTORIES = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def host_device(device: Any) -> Any:

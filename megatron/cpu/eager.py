@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import megatron.core
-from megatron.core import jit
-
+import megatron.core.jit as jit
 from megatron.cpu.replacements import Replacements
 
 _COMPILED_FROM = "_torchdynamo_orig_callable"

@@ -50,7 +50,6 @@ def cpu_host() -> Iterator[None]:
     """Run Megatron's unmodified trainer on the CPU inside this context."""
     # Everything upstream that is patched is imported first, so that names bound at import are the real ones.
     import megatron.training.training  # noqa: F401
-
     from megatron.cpu.device import install_device
     from megatron.cpu.eager import install_eager
     from megatron.cpu.memory import install_memory

@@ -8,6 +8,7 @@ the weight's gradients must be summed over the ranks. Megatron does that for par
 from __future__ import annotations
 
 import torch
+
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
@@ -26,7 +27,7 @@ def sequence_parallel_norm(config: TransformerConfig, hidden_size: int, eps: flo
             f"normalization is {config.normalization!r}, but a torch norm with sequence parallelism is one of "
             f"{', '.join(sorted(_NORMS))}."
         )
-    norm = _NORMS[config.normalization](hidden_size, eps=eps)  # type: ignore[call-arg]
+    norm = _NORMS[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
     return norm

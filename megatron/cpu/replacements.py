@@ -49,7 +49,11 @@ class Replacements:
         if name in os.environ:
             return
         os.environ[name] = value
-        self._undo.append(lambda: os.environ.pop(name, None) and None)
+
+        def undo() -> None:
+            os.environ.pop(name, None)
+
+        self._undo.append(undo)
 
     def on_restore(self, undo: Callable[[], None]) -> None:
         """Remember one more thing to undo."""

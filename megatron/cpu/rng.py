@@ -5,8 +5,8 @@ the device's generator: `torch.cuda`'s RNG calls, Megatron's RNG tracker and its
 it. On a GPU the data loader draws from another one. Here it gets its own too: creating an iterator draws a base seed,
 and a resumed run creates its iterators after the checkpoint's state was loaded, which shifted every later dropout mask.
 
-What always holds: creating a DataLoader iterator leaves the default generator as it was, so a resumed run draws what the
-uninterrupted one draws.
+What always holds: creating a DataLoader iterator leaves the default generator as it was, so a resumed run draws what
+the uninterrupted one draws.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as tensor_parallel_random
 from torch.utils.data import DataLoader
 
+import megatron.core.tensor_parallel.random as tensor_parallel_random
 from megatron.cpu.replacements import Replacements
 
 _TRACKER_WARNING = "CPU RNG state changed within GPU RNG context"
@@ -45,7 +45,7 @@ _CUDA_RNG_ANSWERS: dict[str, Any] = {
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
     "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "set_rng_state_all": lambda states: torch.set_rng_state(list(states)[0]),
+    "set_rng_state_all": lambda states: torch.set_rng_state(next(iter(states))),
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,
     "seed": _seed,

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import megatron.core.parallel_state as parallel_state
 import torch
-from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers
+from megatron.training.global_vars import get_args, get_timers
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 # Upstream's broadcast looks these up too; they belong to packed sequences and hybrid context parallelism.
 _UNUSED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
-Batch = dict[str, torch.Tensor | None]
+Batch = dict[str, Any]  # a tensor, or None for what this stage does not need
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None = None) -> Batch:

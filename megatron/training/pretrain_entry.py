@@ -151,8 +151,12 @@ def _mock_datasets(num_samples: list[int | None], vp_stage: int | None = None) -
     return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
 
 
-def train(host: Host, model_config_from_args: ModelConfigFromArgs) -> None:
-    """Parse the arguments and run upstream's trainer on this host."""
+def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = None) -> None:
+    """Parse the arguments and run upstream's trainer on this host.
+
+    `store` is the torch.distributed store through which the processes meet; without it they meet as their launcher
+    (torchrun, SLURM) says, and a process started without one is alone.
+    """
     import torch
     from megatron.core.enums import ModelType
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -163,6 +167,8 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs) -> None:
     from megatron.training.language_batches import forward_step
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    if store is None and "WORLD_SIZE" not in os.environ:
+        store = torch.distributed.HashStore()  # alone: no address to meet at
     args = parse_training_arguments(host)
     provider = _mock_datasets
     provider.is_distributed = True  # type: ignore[attr-defined]
@@ -174,8 +180,7 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs) -> None:
             provider,
             ModelType.encoder_or_decoder,
             forward_step,
-            # Started without a launcher: one process needs no address to meet the others at.
-            store=None if "WORLD_SIZE" in os.environ else torch.distributed.HashStore(),
+            store=store,
         )
     torch.distributed.destroy_process_group()
 

@@ -1,0 +1,310 @@
+"""Train the same model in many parallel layouts and record what each one computed.
+
+A case is a row of `CASES`: the model (a row of `MODELS`), the precision, the number of processes and the layout's flags.
+`run_cases(cases, folder)` launches one process for what every case is compared with, then one launch per process count
+that runs its cases one after another, each through the real trainer (`megatron.training.pretrain_entry.train`):
+
+    results = run_cases(CASES, tmp_path)
+    results["tp2-sp-fp32"].losses      results["tp2-sp-fp32"].gradients["decoder.layers.0.mlp.linear_fc1.weight"]
+    results[CASES[0].reference]        # the same model on one process, with the same number of samples a step
+
+To add a model kind: put its flags into `MODELS` (`"wide4": MODELS["dense"] + ["--wide-residual", "4"]`) and rows into
+the table that you pass; a layout that needs another flag for that model takes it in `flags`.
+
+What always holds: a case and its reference load the same weights from one torch_dist checkpoint and see the same
+samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`, under
+the name that the parameter has in the one-process model. Dropout is 0, because layouts draw different masks.
+
+As a script (what `run_cases` launches): torchrun harness_layouts.py PLAN.json, one JSON and one .pt file a case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 3
+GLOBAL_BATCH = 4
+
+BASE = [
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"),
+    *("--max-position-embeddings", "32", "--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH)),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--init-method-std", "0.1", "--seed", "11"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    *("--make-vocab-size-divisible-by", "64", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
+    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--no-save-optim", "--no-save-rng"),
+]
+TRAIN = ["--train-iters", str(STEPS), "--lr", "0.01", "--min-lr", "0.01", "--weight-decay", "0.1"]
+START = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--save-interval", "1"]
+
+MODELS: dict[str, list[str]] = {
+    # Learned positions, LayerNorm, biases, tied embeddings, grouped-query attention.
+    "dense": ["--group-query-attention", "--num-query-groups", "2"],
+    # RoPE, RMSNorm, SwiGLU without biases, untied embeddings.
+    "llama": [
+        *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+        "--untie-embeddings-and-output-weights",
+    ],
+    "moe": [
+        *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"),
+        *("--normalization", "RMSNorm", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
+    ],
+}
+PRECISIONS: dict[str, list[str]] = {"fp32": [], "bf16": ["--bf16"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model: `flags` are the options that a user would give to get it."""
+
+    name: str
+    world_size: int
+    flags: Sequence[str]
+    precision: str = "fp32"
+    model: str = "dense"
+
+    @property
+    def reference(self) -> str:
+        """Name of the one-process result that this case is compared with."""
+        return f"reference-{self.model}-{self.precision}"
+
+
+@dataclass
+class Result:
+    """What a case computed: loss and gradient norm of every step, and all gradients of the first step."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    gradients: dict[str, Any] = field(repr=False, default_factory=dict)
+
+
+_TP = ("--tensor-model-parallel-size", "2")
+_PP = ("--pipeline-model-parallel-size", "2")
+_EP = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type")
+_LAYOUTS: tuple[tuple[str, str, Sequence[str]], ...] = (
+    ("tp2", "dense", _TP),
+    ("tp2-sp", "dense", (*_TP, "--sequence-parallel")),
+    ("tp2-sp-llama", "llama", (*_TP, "--sequence-parallel")),
+    ("pp2", "dense", _PP),
+    ("pp2-vpp2", "dense", (*_PP, "--num-virtual-stages-per-pipeline-rank", "2")),
+    ("dp2", "dense", ()),
+    ("dp2-distopt", "dense", ("--use-distributed-optimizer",)),
+    ("ep2-allgather", "moe", (*_EP, "allgather")),
+    ("ep2-alltoall", "moe", (*_EP, "alltoall")),
+)
+CASES: tuple[Case, ...] = tuple(
+    Case(f"{name}-{precision}", 2, flags, precision, model)
+    for name, model, flags in _LAYOUTS
+    for precision in PRECISIONS
+)
+
+
+def run_cases(cases: Iterable[Case], folder: Path) -> dict[str, Result]:
+    """Run the cases and their references; results by name. Raises AssertionError with the log's end when one fails."""
+    cases = list(cases)
+    start: list[dict[str, Any]] = []
+    for reference, model, precision in sorted({(case.reference, case.model, case.precision) for case in cases}):
+        base = BASE + MODELS[model] + PRECISIONS[precision]
+        weights = str(folder / f"weights-{model}-{precision}")
+        start.append({"name": f"start-{model}-{precision}", "argv": [*base, *START, "--save", weights]})
+        start.append({"name": reference, "argv": base + TRAIN + _load(model, precision, folder)})
+    _launch(1, start, folder)
+    for world_size in sorted({case.world_size for case in cases}):
+        entries = [
+            {
+                "name": case.name,
+                "argv": [*BASE, *MODELS[case.model], *PRECISIONS[case.precision], *TRAIN, *case.flags]
+                + _load(case.model, case.precision, folder),
+            }
+            for case in cases
+            if case.world_size == world_size
+        ]
+        _launch(world_size, entries, folder)
+    return {name: _read(name, folder) for name in [case.name for case in cases] + [case.reference for case in cases]}
+
+
+def _load(model: str, precision: str, folder: Path) -> list[str]:
+    weights = str(folder / f"weights-{model}-{precision}")
+    return ["--load", weights, "--finetune", "--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
+
+
+def _launch(world_size: int, entries: list[dict[str, Any]], folder: Path) -> None:
+    """Run one plan under torchrun."""
+    plan = folder / f"plan-{world_size}-{entries[0]['name']}.json"
+    plan.write_text(json.dumps({"folder": str(folder), "entries": entries}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = subprocess.run(
+        [*command, __file__, str(plan)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    (folder / f"{plan.stem}.log").write_text(done.stdout)
+    assert done.returncode == 0, f"{plan.stem} failed:\n{done.stdout[-6000:]}"
+
+
+def _read(name: str, folder: Path) -> Result:
+    import torch
+
+    numbers = json.loads((folder / f"{name}.json").read_text())
+    return Result(**numbers, gradients=torch.load(folder / f"{name}.pt"))
+
+
+# ---- inside the launched processes ----
+
+
+class Recorder:
+    """Notes each step's loss and gradient norm, and the whole gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.result = Result([], [])
+
+    def watch(self, training: Any) -> None:
+        """Observe the trainer's own `train_step` and `finalize_model_grads`; both still run."""
+        train_step, finalize = training.train_step, training.finalize_model_grads
+
+        def observed_step(*args: Any, **kwargs: Any) -> Any:
+            outcome = train_step(*args, **kwargs)
+            self.result.losses.append(_last_rank_value(outcome[0].get("lm loss")))
+            self.result.gradient_norms.append(float(outcome[5]))
+            return outcome
+
+        def observed_finalize(model: list[Any], *args: Any, **kwargs: Any) -> Any:
+            outcome = finalize(model, *args, **kwargs)
+            if not self.result.gradients:
+                self.result.gradients = whole_gradients(model)
+            return outcome
+
+        training.train_step, training.finalize_model_grads = observed_step, observed_finalize
+
+    def write(self, name: str, folder: Path) -> None:
+        import torch
+
+        numbers = asdict(self.result)
+        torch.save(numbers.pop("gradients"), folder / f"{name}.pt")
+        (folder / f"{name}.json").write_text(json.dumps(numbers))
+
+
+def _last_rank_value(loss: Any) -> float:
+    """The loss that the last pipeline stage has, on every rank."""
+    import torch
+
+    value = torch.zeros(1, dtype=torch.float64) if loss is None else loss.detach().double().reshape(1)
+    torch.distributed.broadcast(value, torch.distributed.get_world_size() - 1)
+    return value.item()
+
+
+def whole_gradients(model: list[Any]) -> dict[str, Any]:
+    """Gradients of all ranks by the parameter's one-process name, tensor-parallel shards joined (fp32, on rank 0)."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    for chunk in model:
+        _gather_optimizer_shards(chunk)
+    local = {}
+    for chunk in unwrap_model(model):
+        for name, parameter in chunk.named_parameters():
+            local[_one_process_name(chunk, name)] = _join_tensor_parallel(parameter)
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, local)
+    return {name: gradient for rank in reversed(gathered) for name, gradient in rank.items()}
+
+
+def _gather_optimizer_shards(chunk: Any) -> None:
+    """With the distributed optimizer each rank holds the reduced gradients of its share of a bucket only."""
+    import torch
+
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        if not buffer.ddp_config.use_distributed_optimizer:
+            continue
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
+
+
+def _one_process_name(chunk: Any, name: str) -> str:
+    """The parameter's name with global layer and expert numbers."""
+    from megatron.core import parallel_state
+
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part == "layers":
+            parts[i + 1] = str(chunk.decoder.layers[int(parts[i + 1])].layer_number - 1)
+        if part == "local_experts":
+            per_rank = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+            parts[i + 1] = str(int(parts[i + 1]) + per_rank * parallel_state.get_expert_model_parallel_rank())
+    return ".".join(parts)
+
+
+def _join_tensor_parallel(parameter: Any) -> Any:
+    """The parameter's whole gradient in fp32."""
+    import torch
+
+    from megatron.core import parallel_state
+
+    gradient = parameter.main_grad.detach().float().clone()
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return gradient
+    shards = [torch.empty_like(gradient) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, gradient, group=group)
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    # With a stride of 2 (gate and up projection in one weight) each shard holds a piece of both.
+    pieces = [shard.chunk(stride, dim) for shard in shards]
+    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim)
+
+
+def _run_entry(entry: dict[str, Any], folder: Path, store: Any) -> None:
+    import megatron.training.training as training
+    import torch
+
+    from megatron.training.pretrain_entry import gpt_model_config, train
+
+    saved = training.train_step, training.finalize_model_grads
+    recorder = Recorder()
+    recorder.watch(training)
+    sys.argv = ["pretrain_gpt.py", *entry["argv"]]
+    rank = int(os.environ["RANK"])
+    try:
+        train("cpu", gpt_model_config, store=torch.distributed.PrefixStore(entry["name"], store))
+    finally:
+        training.train_step, training.finalize_model_grads = saved
+    training.destroy_global_state()
+    if rank == 0:
+        recorder.write(entry["name"], folder)
+
+
+def main() -> None:
+    """Run the plan named on the command line."""
+    import traceback
+
+    import torch
+
+    from megatron.cpu.host import training_host
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    store, _, _ = next(torch.distributed.rendezvous("env://"))
+    with training_host():
+        for entry in plan["entries"]:
+            print(f"==== {entry['name']}", flush=True)
+            try:
+                _run_entry(entry, Path(plan["folder"]), store)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)  # the other ranks wait in a collective: torchrun ends them
+
+
+if __name__ == "__main__":
+    main()
