@@ -47,7 +47,7 @@ def count_parameters(model_chunks: list[MegatronModule]) -> tuple[int, int]:
 def residual_line(config: object) -> str:
     """Describe the residual stream of config, and what it costs per token and layer beyond the ordinary one."""
     width: int = config.__dict__["hidden_size"]
-    wide_residual = get_wide_residual_config(config)  # type: ignore[arg-type]
+    wide_residual = get_wide_residual_config(config)
     if wide_residual is None:
         return f"residual: one stream of width {width}"
     streams = wide_residual.num_streams

@@ -107,7 +107,7 @@ def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None
         bounds = [name for name in given if "retention_init" in name or "max_forget" in name]
         if bounds:
             raise ValueError(
-                f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention, which it belongs to"
+                f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention"
             )
     options: dict[str, Any] = {WIDE_RESIDUAL_SUBFLAGS[name]: value for name, value in given.items()}
     return WideResidualConfig(num_streams=args.wide_residual, **options)

@@ -128,7 +128,7 @@ def widen_transformer_config(config: TransformerConfig, wide_residual: WideResid
             f"wide residual streams cannot extend a {type(config).__name__}; {names} is wanted "
             "(heterogeneous block specs, --heterogeneous-layers-config-path, are not supported)"
         ) from None
-    wide = object.__new__(wide_class)
+    wide: Any = object.__new__(wide_class)
     wide.__dict__.update(config.__dict__)
     wide.wide_residual = wide_residual
     check_wide_residual_options(wide)

@@ -55,6 +55,6 @@ def pipeline_boundary_config(config: Any) -> Any:
         return config
     if type(config) not in _BOUNDARY_CLASS:
         raise TypeError(f"no pipeline boundary is known for a {type(config).__name__}")
-    view = object.__new__(_BOUNDARY_CLASS[type(config)])
+    view: Any = object.__new__(_BOUNDARY_CLASS[type(config)])
     view.__dict__ = config.__dict__
     return view

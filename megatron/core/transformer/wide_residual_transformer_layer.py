@@ -84,7 +84,7 @@ class WideResidualTransformerLayer(TransformerLayer):
                 branch,
                 self.pg_collection,
                 f"{name}.{attribute}" if name is not None else None,
-                operation=operation,  # type: ignore[arg-type]
+                operation=operation,
             )
             setattr(self, attribute, connection)
         # Bound methods, not closures: a deep copy of the layer then writes to its own maps.
