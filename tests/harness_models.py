@@ -1,0 +1,100 @@
+"""Small GPT models on one process: the same architecture ordinary and wide, from one seed.
+
+    with single_process_megatron():
+        ordinary, wide = build_gpt(), build_gpt(num_streams=4)
+        logits_bsv = run(wide, token_batch())
+
+What always holds: gloo with one process, real megatron-core models, on the host that `training_host` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
+from megatron.core.models.gpt.wide_residual_layer_specs import widen_layer_spec
+from megatron.core.transformer.wide_residual_config import WideResidualConfig, widen_transformer_config
+from megatron.cpu.host import training_host
+
+VOCABULARY, SEQUENCE, BATCH, WIDTH, HEADS, LAYERS = 256, 32, 2, 64, 4, 3
+
+
+@contextmanager
+def single_process_megatron() -> Iterator[None]:
+    """Initialise torch.distributed and Megatron's groups for this process alone, and end them afterwards."""
+    with training_host() as host:
+        backend = "nccl" if host == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def transformer_config(**options: Any) -> TransformerConfig:
+    """A small ordinary config without dropout; options override. `multi_latent_attention=True` makes it an MLA one."""
+    config_class = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    chosen: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        **options,
+    }
+    return config_class(**chosen)
+
+
+def build_gpt(
+    num_streams: int | None = None,
+    *,
+    seed: int = 1234,
+    model_options: dict[str, Any] | None = None,
+    wide_options: dict[str, Any] | None = None,
+    **config_options: Any,
+) -> GPTModel:
+    """Build an ordinary GPT, or with num_streams a wide one, drawing from the same seed."""
+    config = transformer_config(**config_options)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    model_class: type[GPTModel] = GPTModel
+    if num_streams is not None:
+        config = widen_transformer_config(config, WideResidualConfig(num_streams, **(wide_options or {})))
+        spec, model_class = widen_layer_spec(spec), WideResidualGPTModel
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return model_class(config, spec, VOCABULARY, SEQUENCE, **(model_options or {}))
+
+
+def token_batch(seed: int = 7) -> torch.Tensor:
+    """Random tokens [b, s]."""
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: GPTModel, tokens_bs: torch.Tensor, labels_bs: torch.Tensor | None = None) -> torch.Tensor:
+    """Return logits [b, s, v], or per-token losses [b, s] with labels."""
+    positions_bs = torch.arange(SEQUENCE).expand_as(tokens_bs)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return model(tokens_bs, positions_bs, mask, labels=labels_bs)
+
+
+def controllers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The padded controller vectors of a wide model, by name."""
+    return {name: param for name, param in model.named_parameters() if hasattr(param, "residual_controller")}
