@@ -1,6 +1,6 @@
 """Train the same model in many parallel layouts and record what each one computed.
 
-A case is a row of `CASES`: the model (a row of `MODELS`), the precision, the number of processes and the layout's flags.
+A case is a row of `CASES`: model (a row of `MODELS`), precision, number of processes and the layout's flags.
 `run_cases(cases, folder)` launches one process for what every case is compared with, then one launch per process count
 that runs its cases one after another, each through the real trainer (`megatron.training.pretrain_entry.train`):
 
@@ -12,8 +12,8 @@ To add a model kind: put its flags into `MODELS` (`"wide4": MODELS["dense"] + ["
 the table that you pass; a layout that needs another flag for that model takes it in `flags`.
 
 What always holds: a case and its reference load the same weights from one torch_dist checkpoint and see the same
-samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`, under
-the name that the parameter has in the one-process model. Dropout is 0, because layouts draw different masks.
+samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`,
+under the name that the parameter has in the one-process model. Dropout is 0, because layouts draw different masks.
 
 As a script (what `run_cases` launches): torchrun harness_layouts.py PLAN.json, one JSON and one .pt file a case.
 """
@@ -41,7 +41,7 @@ BASE = [
     *("--make-vocab-size-divisible-by", "64", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--no-save-optim", "--no-save-rng"),
 ]
-TRAIN = ["--train-iters", str(STEPS), "--lr", "0.01", "--min-lr", "0.01", "--weight-decay", "0.1"]
+TRAIN = ["--train-iters", str(STEPS), "--lr", "0.001", "--min-lr", "0.001", "--weight-decay", "0.1"]
 START = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--save-interval", "1"]
 
 MODELS: dict[str, list[str]] = {
@@ -120,8 +120,10 @@ def run_cases(cases: Iterable[Case], folder: Path) -> dict[str, Result]:
         entries = [
             {
                 "name": case.name,
-                "argv": [*BASE, *MODELS[case.model], *PRECISIONS[case.precision], *TRAIN, *case.flags]
-                + _load(case.model, case.precision, folder),
+                "argv": [
+                    *(*BASE, *MODELS[case.model], *PRECISIONS[case.precision], *TRAIN, *case.flags),
+                    *_load(case.model, case.precision, folder),
+                ],
             }
             for case in cases
             if case.world_size == world_size

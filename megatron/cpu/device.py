@@ -225,5 +225,7 @@ def install_device(replaced: Replacements) -> None:
     replaced.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
     for name, answer in _CUDA_ANSWERS.items():
         replaced.set(torch.cuda, name, answer)
+    # Where a GPU is there but not to be used, nothing may ask it for pinned memory.
+    replaced.set(torch.accelerator, "is_available", lambda: False)
     for name in ("range_push", "range_pop", "mark"):
         replaced.set(torch.cuda.nvtx, name, _nothing)

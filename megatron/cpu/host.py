@@ -15,6 +15,7 @@ put back on exit, also when the body raises.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -22,6 +23,8 @@ from typing import Literal
 Host = Literal["cuda", "cpu"]
 
 DEVICE_VARIABLE = "MEGATRON_DEVICE"
+
+_cpu_host_is_in_use = False
 
 
 class HostChoiceError(RuntimeError):
@@ -63,8 +66,12 @@ def cpu_host() -> Iterator[None]:
         token_split_sizes,
     )
 
+    global _cpu_host_is_in_use
+    if _cpu_host_is_in_use:
+        raise RuntimeError("the CPU host is in use already: enter cpu_host() once, around the whole run.")
     patches = (initialize_without_cuda, prebuilt_dataset_helpers, sequence_parallel_torch_norm, token_split_sizes)
-    with Replacements() as replaced:
+    with Replacements() as replaced, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")  # upstream always asks
         # Upstream's arguments demand it for tensor parallelism; it means nothing to a CPU.
         replaced.set_environment_default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         apply_patches((module.PATCH for module in patches), replaced)
@@ -72,7 +79,11 @@ def cpu_host() -> Iterator[None]:
         install_memory(replaced)
         install_rng(replaced)
         install_device(replaced)
-        yield
+        _cpu_host_is_in_use = True
+        try:
+            yield
+        finally:
+            _cpu_host_is_in_use = False
 
 
 @contextmanager

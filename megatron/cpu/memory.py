@@ -22,11 +22,17 @@ def resident_bytes(device: Any = None) -> int:
     return psutil.Process().memory_info().rss
 
 
+_largest_seen = 0
+
+
 def peak_resident_bytes(device: Any = None) -> int:
     """Largest resident set size of this process since it started, in bytes."""
+    global _largest_seen
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-    return max(peak_bytes, resident_bytes())
+    # The kernel brings its peak up to date with a delay: never answer less than what was seen already.
+    _largest_seen = max(_largest_seen, peak_bytes, resident_bytes())
+    return _largest_seen
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:

@@ -22,6 +22,8 @@ _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 # Upstream's broadcast looks these up too; they belong to packed sequences and hybrid context parallelism.
 _UNUSED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
+SPIKE_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen so far
+
 Batch = dict[str, Any]  # a tensor, or None for what this stage does not need
 
 
@@ -74,6 +76,15 @@ def masked_loss(
             tolerance=0.0,
             fatal=True,
         )
+    if args.check_for_spiky_loss:
+        machine = get_rerun_state_machine()
+        machine.validate_result(
+            result=loss_sum,
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"),
+            message="found a spike in the loss of a micro-batch",
+            tolerance=0.0,
+            fatal=False,
+        )
     report = torch.stack([loss_sum.detach(), num_tokens.to(loss_sum.dtype)])
     return loss_sum, num_tokens, {"lm loss": report}
 
@@ -82,8 +93,7 @@ def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one micro-batch through this stage; returns its output and the loss function."""
-    if return_schedule_plan:
-        raise ValueError("--overlap-moe-expert-parallel-comm is not supported: leave the option out.")
+    assert not return_schedule_plan, "--overlap-moe-expert-parallel-comm is refused among the arguments"
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

@@ -109,12 +109,37 @@ _OPT_IN: tuple[tuple[str, str, str, Callable[[Surroundings], bool]], ...] = (
 )
 
 
+# What the batches and the loss of the pretraining scripts do not serve, on any host: (dest, flag).
+_NOT_SERVED: tuple[tuple[str, str], ...] = (
+    ("sft", "--sft"),
+    ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
+    ("hybrid_context_parallel", "--hybrid-context-parallel"),
+    ("mtp_num_layers", "--mtp-num-layers"),
+    ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
+    ("perform_rl_step", "--perform-rl-step"),
+    ("inprocess_restart", "--inprocess-restart"),
+    ("logits_load_dir", "--logits-load-dir"),
+)
+
+
 def set_local_defaults(parser: argparse.ArgumentParser, host: str) -> list[LocalDefault]:
     """Change the parser's defaults for what is absent; returns the changed ones."""
     found = Surroundings.find(host)
     changed = [default for default in LOCAL_DEFAULTS if default.absent(found)]
     parser.set_defaults(**{default.dest: default.value for default in changed})
     return changed
+
+
+def repair_help(parser: argparse.ArgumentParser) -> None:
+    """Escape stray percent signs in upstream's help texts: argparse ends --help with a ValueError on the first one."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help is None or action.help is argparse.SUPPRESS:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def check_local_choices(args: argparse.Namespace, host: str) -> None:
@@ -130,6 +155,9 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
     for dest, flag, needs, absent in _OPT_IN:
         if getattr(args, dest, None) and absent(found):
             raise LocalChoiceError(f"{flag} needs {needs}, which is not here (host {host}): leave the option out.")
+    for dest, flag in _NOT_SERVED:
+        if getattr(args, dest, None):
+            raise LocalChoiceError(f"{flag} is not served by this script: leave the option out.")
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "

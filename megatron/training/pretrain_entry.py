@@ -90,6 +90,7 @@ def parse_training_arguments(
         LocalChoiceError,
         check_local_choices,
         describe_local_defaults,
+        repair_help,
         set_local_defaults,
     )
 
@@ -100,6 +101,7 @@ def parse_training_arguments(
         for extension in extensions:
             parser = extension.add(parser)
         changed.extend(set_local_defaults(parser, host))
+        repair_help(parser)
         return parser
 
     args = parse_args(add_ours)
@@ -111,15 +113,15 @@ def parse_training_arguments(
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
     check_local_choices(args, host)
+    line = describe_local_defaults(changed, args)
+    if line is not None and args.rank == 0:
+        print(line, flush=True)
     for extension in extensions:
         extension.before_validation(args)
     validate_args(args)
     for extension in extensions:
         extension.after_validation(args)
     set_global_variables(args)
-    line = describe_local_defaults(changed, args)
-    if line is not None and args.rank == 0:
-        print(line, flush=True)
     return args
 
 
@@ -129,26 +131,6 @@ def gpt_model_config(args: argparse.Namespace) -> Any:
 
     with _as_choice_error():
         return gpt_model_config_from_args(args)
-
-
-def _mock_datasets(num_samples: list[int | None], vp_stage: int | None = None) -> Any:
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-    from megatron.training.global_vars import get_args, get_tokenizer
-
-    args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        split="8,1,1",
-        path_to_cache=args.data_cache_path,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
 
 
 def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = None) -> None:
@@ -165,19 +147,19 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
     from megatron.cpu.replacements import Replacements
     from megatron.patches import apply_patches, retention_weight_decay
     from megatron.training.language_batches import forward_step
+    from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     if store is None and "WORLD_SIZE" not in os.environ:
         store = torch.distributed.HashStore()  # alone: no address to meet at
     args = parse_training_arguments(host)
-    provider = _mock_datasets
-    provider.is_distributed = True  # type: ignore[attr-defined]
+    check_corpus(args)
     with Replacements() as replaced:
         if args.wide_residual_learned_retention:
             apply_patches((retention_weight_decay.PATCH,), replaced)
         pretrain(
             pretrain_cfg_container_from_args(args, model_config_from_args(args)),
-            provider,
+            train_valid_test_datasets_provider,
             ModelType.encoder_or_decoder,
             forward_step,
             store=store,
@@ -189,14 +171,18 @@ _PROGRAM_START = time.time()
 
 
 def main(model_config_from_args: ModelConfigFromArgs) -> int:
-    """Run a training script; returns its exit status: 0, or 2 for an option that cannot work here."""
+    """Run a training script; returns its exit status: 0, or 2 for an option or a corpus that cannot be used."""
+    import torch
+
+    from megatron.training.data.errors import DataError
     from megatron.training.local_defaults import LocalChoiceError
 
     try:
         with training_host() as host:
             train(host, model_config_from_args)
-    except (HostChoiceError, LocalChoiceError) as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+    except (HostChoiceError, LocalChoiceError, DataError) as error:
+        # Before the processes have met they all find the same; later it may be one rank's alone.
+        if int(os.environ.get("RANK", "0")) == 0 or torch.distributed.is_initialized():
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
