@@ -7,7 +7,7 @@
 
 What always holds: an existing output stays unless --overwrite is given; nothing half-written ever has a final name;
 the output is the same for every --workers and --partitions. Exit status: 0 done, 2 bad input or flags (one line on
-stderr says what and where), 130 after ^C. The library is megatron/training/data/.
+stderr says what and where), 130 after ^C or SIGTERM. The library is megatron/training/data/.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument(
         "--workers",
         type=int,
-        default=os.cpu_count(),
+        default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="tokenizing processes (default: the host's CPUs, here %(default)s)",
+        help="tokenizing processes (default: the CPUs this process may use, here %(default)s)",
     )
     run.add_argument(
         "--partitions",
@@ -207,8 +207,8 @@ class ConsoleProgress:
         self._bar.close()
 
 
-def _stop_on_sigterm(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # unwinds like ^C, so the unfinished folder is removed
+def _stop_like_interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt  # unwinds like ^C, so that the unfinished folder is removed
 
 
 def run(args: argparse.Namespace) -> None:
@@ -249,7 +249,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, _stop_on_sigterm)
+    signal.signal(signal.SIGTERM, _stop_like_interrupt)
+    os.environ.setdefault("RANK", "0")  # megatron.core asks for it when it logs, and warns where it is not set
     try:
         with quiet_imports():
             from megatron.training.data.errors import DataError

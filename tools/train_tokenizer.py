@@ -19,10 +19,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
 from quiet_imports import quiet_imports
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -98,6 +102,14 @@ def train(args: argparse.Namespace) -> int:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(read_texts(args), trainer)
+    try:
+        _save_folder(tokenizer, output)
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written: {error.strerror}.") from error
+    return tokenizer.get_vocab_size()
+
+
+def _save_folder(tokenizer: Tokenizer, output: Path) -> None:
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f".{output.name}.unfinished-", dir=output.absolute().parent)
     try:
@@ -108,7 +120,6 @@ def train(args: argparse.Namespace) -> int:
         os.rename(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # gone already when it was renamed
-    return tokenizer.get_vocab_size()
 
 
 def main(argv: list[str] | None = None) -> int:

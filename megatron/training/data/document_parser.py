@@ -3,9 +3,9 @@
     parse_record(b'{"text": "In the beginning"}', "jsonl", ["text"])  ->  {"text": "In the beginning"}
     parse_record(b'{"text": null}', "jsonl", ["text"])                ->  raises BadRecord("null text", ...)
 
-Accepted: CRLF line ends (stripped), text of white space only, any valid UTF-8. Refused: a blank line, broken JSON, JSON
-that is not an object, a missing key, null, a value that is not a string, an empty string, invalid UTF-8, a lone
-surrogate (a \\ud800 escape stands for no character, so no tokenizer can encode it).
+Accepted: CRLF line ends (stripped), a JSON string of white space only, any valid UTF-8. Refused: a blank line, broken
+JSON, JSON that is not an object, a missing key, null, a value that is not a string, an empty string, invalid UTF-8, a
+lone surrogate (a \\ud800 escape stands for no character, so no tokenizer can encode it).
 
 What always holds: all keys of a record are good, or the record is bad as a whole; the outputs of several keys stay
 aligned document by document.
@@ -33,22 +33,27 @@ def parse_record(payload: Any, kind: RecordKind, json_keys: Sequence[str]) -> di
     """Return the text under every key; raise BadRecord with the reason otherwise. Plain text goes under the one key."""
     if kind == "text":
         (key,) = json_keys
-        return {key: _checked_text(_decode(payload).rstrip("\r\n"), "the document")}
+        text = _decode(payload, "document").rstrip("\r\n")
+        if not text.strip():
+            raise BadRecord(
+                "blank line", "the document is blank (blank lines may stand between paragraphs, see --help)"
+            )
+        return {key: text}
     fields = payload if kind == "parquet" else _parse_json(payload)
     return {key: _field_text(fields, key) for key in json_keys}
 
 
-def _decode(line: bytes) -> str:
+def _decode(raw: bytes, unit: str) -> str:
     try:
-        return line.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRecord(
-            "invalid UTF-8", f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line is not valid UTF-8"
+            "invalid UTF-8", f"byte {error.start + 1} of the {unit} (0x{raw[error.start]:02x}) is not valid UTF-8"
         ) from None
 
 
 def _parse_json(line: bytes) -> dict[str, Any]:
-    text = _decode(line)
+    text = _decode(line, "line")
     if not text.strip():
         raise BadRecord("blank line", "the line is blank, a JSON object is wanted")
     try:
@@ -57,8 +62,8 @@ def _parse_json(line: bytes) -> dict[str, Any]:
         raise BadRecord(
             "broken JSON", f"not a complete JSON object on one line ({error.msg} at column {error.colno})"
         ) from None
-    except RecursionError:
-        raise BadRecord("broken JSON", "the JSON is nested too deeply to be read") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
+        raise BadRecord("broken JSON", f"the JSON cannot be read ({error})") from None
     if not isinstance(fields, dict):
         raise BadRecord("not an object", f"holds a JSON {_json_type(fields)}, a JSON object is wanted")
     return fields

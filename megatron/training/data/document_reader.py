@@ -24,6 +24,7 @@ import bz2
 import glob
 import io
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,10 +134,12 @@ def _describe_file(path: str, input_format: InputFormat) -> InputFile:
         raise DataError(f"--input {path}: Parquet files compress inside; unpack this one first.")
     try:
         with open(path, "rb") as stream:
-            num_bytes = os.fstat(stream.fileno()).st_size
+            status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}.") from None
-    return InputFile(path, kind, compression, num_bytes)
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"--input {path} is no regular file; write what it gives into one first.")
+    return InputFile(path, kind, compression, status.st_size)
 
 
 def cut_into_parts(files: Sequence[InputFile], input_format: InputFormat, partitions: int) -> list[list[Slice]]:
@@ -196,6 +199,7 @@ def read_part(part: Sequence[Slice], json_keys: Sequence[str]) -> Iterator[Recor
 def _read_parquet(piece: Slice, json_keys: Sequence[str]) -> Iterator[RecordChunk]:
     import datasets  # slow to import, needed for this format only
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises; once is enough
     path = piece.file.path
     rows_read = 0
     try:
@@ -221,8 +225,8 @@ def _read_lines(piece: Slice) -> Iterator[RecordChunk]:
     payloads: list[bytes] = []
     pending: list[bytes] = []  # lines of the paragraph or file under way
     size = position = line_number = pending_number = 0
-    with open(file.path, "rb") as raw:
-        try:
+    try:
+        with open(file.path, "rb") as raw:
             for line in _raw_lines(raw, piece):
                 line_number += 1
                 size += len(line)
@@ -233,15 +237,15 @@ def _read_lines(piece: Slice) -> Iterator[RecordChunk]:
                     _flush(pending, pending_number, numbers, payloads)
                 else:
                     pending_number = pending_number if pending else line_number
-                    pending.append(line)
+                    pending.append(line.removesuffix(b"\r\n") + b"\n" if line.endswith(b"\r\n") else line)
                 if size >= _CHUNK_BYTES or len(payloads) >= _CHUNK_RECORDS:
                     yield RecordChunk(piece, numbers, payloads, raw.tell() - piece.start - position)
                     numbers, payloads, size, position = [], [], 0, raw.tell() - piece.start
-        except (OSError, EOFError) as error:
-            raise DataError(
-                f"{file.path}:{line_number + 1}: the {file.compression or 'file'} stream breaks off here: "
-                f"{_first_line(error)}. Make or fetch the file again."
-            ) from error
+    except (OSError, EOFError) as error:
+        raise DataError(
+            f"{file.path}:{line_number + 1}: the {file.compression or 'file'} stream breaks off here: "
+            f"{_first_line(error)}. Make or fetch the file again."
+        ) from error
     if unit == "file" and not pending:
         pending, pending_number = [b""], 1  # an empty file is an empty document, not none
     _flush(pending, pending_number, numbers, payloads)

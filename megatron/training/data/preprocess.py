@@ -12,6 +12,7 @@ stops the run with its path:line, or with `skip_bad_records` is left out, counte
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter, deque
@@ -203,8 +204,6 @@ class _Run:
             shard.close()
         except BrokenProcessPool:
             self._fail(DataError("a worker process was killed, most often for want of memory; give fewer --workers."))
-        except OSError as error:
-            self._fail(DataError(f"cannot write beside {self.options.output_prefix}: {error.strerror or error}."))
         except BaseException as error:
             self._fail(error)
 
@@ -253,6 +252,26 @@ def preprocess(options: Options, tokenizer: Any, progress: Progress) -> Summary:
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = _ChunkEncoder(tokenizer, options, dtype)
     parts = cut_into_parts(options.files, options.input_format, options.partitions)
+    # Upstream's add_index collects garbage once a shard, which walks all of torch: keep what is there out of it. The
+    # workers then share those pages for good, too.
+    gc.freeze()
+    try:
+        summary = _tokenize(options, parts, encoder, dtype, progress)
+    except OSError as error:
+        raise DataError(f"cannot write to {options.output_prefix}: {error.strerror or error}.") from error
+    finally:
+        gc.unfreeze()
+    summary.dtype = dtype.__name__
+    return summary
+
+
+def _tokenize(
+    options: Options,
+    parts: Sequence[Sequence[Slice]],
+    encoder: _ChunkEncoder,
+    dtype: type[np.number],
+    progress: Progress,
+) -> Summary:
     with (
         OutputFolder(options.output_prefix, options.json_keys, dtype, overwrite=options.overwrite) as output,
         _worker_pool(encoder, options.workers) as pool,
@@ -276,5 +295,4 @@ def preprocess(options: Options, tokenizer: Any, progress: Progress) -> Summary:
         if run.summary.documents == 0:
             raise DataError("the input holds no documents" + (" but bad ones" if run.summary.skipped else "") + ".")
         run.summary.outputs = output.commit(shards)
-    run.summary.dtype = dtype.__name__
     return run.summary

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,10 +62,6 @@ class Shard:
         for key, builder in self._builders.items():
             builder.finalize(self.stems[key] + ".idx")
 
-    def sizes(self, key: str) -> tuple[int, int]:
-        """Return (.bin bytes, .idx bytes)."""
-        return tuple(os.path.getsize(self.stems[key] + suffix) for suffix in (".bin", ".idx"))  # type: ignore[return-value]
-
 
 class OutputFolder:
     """The hidden folder beside the output prefix; a context manager that always removes it again."""
@@ -99,17 +98,41 @@ class OutputFolder:
             for shard in shards:
                 joined.append(shard)
             joined.close()
-        for stem in self._targets.values():  # with --overwrite: an old .idx must never point into a new .bin
-            Path(stem + ".idx").unlink(missing_ok=True)
-        for suffix in (".bin", ".idx"):
-            for key, stem in self._targets.items():
-                os.replace(joined.stems[key] + suffix, stem + suffix)
+        with _signals_wait():
+            for stem in self._targets.values():  # with --overwrite: an old .idx must never point into a new .bin
+                Path(stem + ".idx").unlink(missing_ok=True)
+            for suffix in (".bin", ".idx"):
+                for key, stem in self._targets.items():
+                    os.replace(joined.stems[key] + suffix, stem + suffix)
         return self._targets
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let ^C and SIGTERM wait for the end of the block: the renames take no time and belong together.
+
+    Python runs signal handlers in the main thread, whichever thread the system interrupts, so only there is one needed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda caught, _: waiting.append(caught)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        for number in waiting:
+            signal.raise_signal(number)
 
 
 def check_outputs(prefix: str, keys: Sequence[str], *, overwrite: bool) -> None:
     """Raise DataError when an output exists and may not be replaced, or when the prefix cannot be written."""
     for key in keys:
+        if os.sep in key:
+            raise DataError(f"--json-keys {key}: a key becomes part of a file name, so it may hold no {os.sep}.")
         for path in (output_stem(prefix, key) + suffix for suffix in (".bin", ".idx")):
             if os.path.isdir(path):
                 raise DataError(f"{path} is a folder; choose another --output-prefix.")

@@ -71,7 +71,7 @@ def build_tokenizer(args: argparse.Namespace, **kwargs: Any) -> Any:
     """
     _check_flags(args)
     try:
-        if args.tokenizer_type == "GPT2BPETokenizer" and args.vocab_file and args.merge_file:
+        if args.tokenizer_type == "GPT2BPETokenizer":
             return _padded(args, _build_gpt2_bpe(args))
         if args.tokenizer_type == "HuggingFaceTokenizer" and os.path.isfile(args.tokenizer_model):
             return _padded(args, _build_from_tokenizer_json(args))
@@ -96,7 +96,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     )
     if kind in _MODEL_TYPES and not os.path.exists(model) and not could_be_hub_name:
         raise DataError(f"--tokenizer-model {model}: no such file or folder.")
-    if kind == "GPT2BPETokenizer" and bool(args.vocab_file) != bool(args.merge_file):
+    if kind == "GPT2BPETokenizer" and not (args.vocab_file and args.merge_file):
         raise DataError("--tokenizer-type GPT2BPETokenizer needs both --vocab-file and --merge-file.")
     for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if kind == "GPT2BPETokenizer" and path and not os.path.isfile(path):
