@@ -1,12 +1,15 @@
 """Eager kernels of the streamwise operators, one stream at a time: right on every device and in every dtype.
 
-Chosen by streamwise_residual_backends, used by streamwise_residual_ops. Sums run over [n, d] accumulators in the dtype
-of the factors (fp32 or fp64); nothing with a stream dimension is allocated except a result.
+Chosen by streamwise_residual_backends, used by streamwise_residual_ops. Arithmetic is done in the dtype of the factors
+(fp32 or fp64), to which one-element factor vectors promote every operation, and rounded at the store; nothing with a
+stream dimension is allocated except a result. No value is ever brought to the host.
 
 Tensor names: n tokens, k streams, d branch width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,37 +17,35 @@ from torch import Tensor
 
 def read_forward(x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype) -> Tensor:
     """z_nd = sum_k f_k X_k."""
-    sum_nd = x_nkd[:, 0] * factor_k[:1]
-    for k in range(1, factor_k.shape[0]):
-        sum_nd.addcmul_(x_nkd[:, k].to(factor_k.dtype), factor_k[k])
+    factors = factor_k.split(1)
+    sum_nd = x_nkd[:, 0] * factors[0]
+    for k in range(1, len(factors)):
+        sum_nd.addcmul_(x_nkd[:, k], factors[k])
     return sum_nd.to(output_dtype)
 
 
 def read_backward(
-    grad_z_nd: Tensor, x_nkd: Tensor | None, factor_k: Tensor, x_dtype: torch.dtype | None
+    grad_z_nd: Tensor, x_nkd: Tensor | None, factor_k: Tensor, x_dtype: torch.dtype, *, wants_grad_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(f_k gZ in x_dtype, sum_nd X_k gZ); an entry is None where x_dtype or x_nkd is None."""
+    """(f_k gZ in x_dtype, sum_nd X_k gZ); the first is None unless wanted, the second where x_nkd is."""
     grad_x_nkd = grad_factor_k = None
-    grad_z_nd = grad_z_nd.to(factor_k.dtype)
-    if x_dtype is not None:
+    if wants_grad_x:
         n, d = grad_z_nd.shape
         grad_x_nkd = grad_z_nd.new_empty((n, factor_k.shape[0], d), dtype=x_dtype)
-        for k in range(factor_k.shape[0]):
-            grad_x_nkd[:, k] = grad_z_nd * factor_k[k]
+        for k, factor in enumerate(factor_k.split(1)):
+            torch.mul(grad_z_nd, factor, out=grad_x_nkd[:, k])
     if x_nkd is not None:
-        grad_factor_k = _stream_dots(x_nkd, grad_z_nd)
+        grad_factor_k = _dots(x_nkd.unbind(1), [grad_z_nd] * factor_k.shape[0], factor_k.dtype)
     return grad_x_nkd, grad_factor_k
 
 
 def write_forward(x_nkd: Tensor, u_nd: Tensor, factor_k: Tensor, retention_k: Tensor | None) -> Tensor:
     """y_nkd = g_k X_k + w_k u in the dtype of X."""
     y_nkd = torch.empty_like(x_nkd)
-    u_nd = u_nd.to(factor_k.dtype)
-    for k in range(factor_k.shape[0]):
-        x_nd = x_nkd[:, k].to(factor_k.dtype)
-        if retention_k is not None:
-            x_nd = x_nd * retention_k[k]
-        y_nkd[:, k] = torch.addcmul(x_nd, u_nd, factor_k[k])
+    retentions = [None] * factor_k.shape[0] if retention_k is None else retention_k.split(1)
+    for k, (factor, retention) in enumerate(zip(factor_k.split(1), retentions, strict=True)):
+        kept_nd = x_nkd[:, k] if retention is None else x_nkd[:, k] * retention
+        torch.addcmul(kept_nd, u_nd, factor, out=y_nkd[:, k])
     return y_nkd
 
 
@@ -54,27 +55,23 @@ def write_backward(
     u_nd: Tensor | None,
     factor_k: Tensor,
     retention_k: Tensor | None,
-    u_dtype: torch.dtype | None,
+    u_dtype: torch.dtype,
+    *,
+    wants_grad_u: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(g_k gY_k, sum_k w_k gY_k in u_dtype, sum_nd u gY_k, sum_nd X_k gY_k); None where the input of a term is."""
+    """(g_k gY_k, sum_k w_k gY_k in u_dtype, sum_nd u gY_k, sum_nd X_k gY_k); None where unwanted or an input is."""
     grad_x_nkd = None
     if retention_k is not None:
         grad_x_nkd = torch.empty_like(grad_y_nkd)
-        for k in range(factor_k.shape[0]):
-            grad_x_nkd[:, k] = grad_y_nkd[:, k].to(factor_k.dtype) * retention_k[k]
-    grad_u_nd = None if u_dtype is None else read_forward(grad_y_nkd, factor_k, u_dtype)
-    grad_factor_k = None if u_nd is None else _stream_dots(grad_y_nkd, u_nd.to(factor_k.dtype))
-    grad_retention_k = None
-    if x_nkd is not None:
-        grad_retention_k = torch.stack(
-            [
-                (x_nkd[:, k].to(factor_k.dtype) * grad_y_nkd[:, k]).sum(dtype=torch.float64)
-                for k in range(factor_k.shape[0])
-            ]
-        )
+        for k, retention in enumerate(retention_k.split(1)):
+            torch.mul(grad_y_nkd[:, k], retention, out=grad_x_nkd[:, k])
+    grad_u_nd = read_forward(grad_y_nkd, factor_k, u_dtype) if wants_grad_u else None
+    grads = grad_y_nkd.unbind(1)
+    grad_factor_k = None if u_nd is None else _dots(grads, [u_nd] * len(grads), factor_k.dtype)
+    grad_retention_k = None if x_nkd is None else _dots(grads, x_nkd.unbind(1), factor_k.dtype)
     return grad_x_nkd, grad_u_nd, grad_factor_k, grad_retention_k
 
 
-def _stream_dots(x_nkd: Tensor, v_nd: Tensor) -> Tensor:
-    """[K] in fp64: sum over n and d of X_k * v."""
-    return torch.stack([(x_nkd[:, k].to(v_nd.dtype) * v_nd).sum(dtype=torch.float64) for k in range(x_nkd.shape[1])])
+def _dots(left: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[K] in fp64: the sum over n and d of left_k * right_k, products in `dtype`."""
+    return torch.stack([(a.to(dtype) * b).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True)])

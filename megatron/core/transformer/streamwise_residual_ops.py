@@ -136,6 +136,25 @@ def streamwise_writeback(
     )
 
 
+def sigmoid_read_factors(read_logits: Tensor, num_streams: int) -> Tensor:
+    """[K] read factors sigmoid(r_k) of [p] logits, in the dtype of the logits; differentiable.
+
+    Computed in fp64 and rounded once: an fp32 sigmoid is off by up to 2 ulp, which the sum over the streams keeps.
+    """
+    return read_logits[:num_streams].double().sigmoid().to(read_logits.dtype)
+
+
+def sigmoid_write_factors(write_logits: Tensor, num_streams: int) -> Tensor:
+    """[K] write factors 2 sigmoid(s_k) of [p] logits, in the dtype of the logits, rounded once; differentiable."""
+    return (2 * write_logits[:num_streams].double().sigmoid()).to(write_logits.dtype)
+
+
+def sigmoid_retention_factors(retention_logits: Tensor, num_streams: int, max_forget: float) -> Tensor:
+    """[K] retention factors 1 - F sigmoid(-q_k) of [p] logits, in their dtype, rounded once; differentiable."""
+    forget_k = torch.sigmoid(-retention_logits[:num_streams].double())
+    return (1 - max_forget * forget_k).to(retention_logits.dtype)
+
+
 def _as_streams(x: Tensor, num_streams: int) -> Tensor:
     """[..., K*D] -> [n, K, D], contiguous."""
     return x.contiguous().view(-1, num_streams, x.shape[-1] // num_streams)
@@ -149,6 +168,12 @@ def _as_tokens(x: Tensor) -> Tensor:
 def _accumulate_dtype(*inputs: Tensor | None) -> torch.dtype:
     is_double = any(x is not None and x.dtype is torch.float64 for x in inputs)
     return torch.float64 if is_double else torch.float32
+
+
+def _sigmoid_slope(logits_k: Tensor) -> Tensor:
+    """sigmoid'(l) in fp64. It is even in l, and serves all three maps."""
+    sigmoid_k = logits_k.double().sigmoid()
+    return sigmoid_k * (1 - sigmoid_k)
 
 
 def _controller_gradient(grad_k: Tensor, controller_p: Tensor) -> Tensor:
@@ -165,33 +190,36 @@ class _StreamwiseRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, controller_p: Tensor, num_streams: int, is_logit: bool, output_dtype: torch.dtype
+        ctx: Any, x: Tensor, read_p: Tensor, num_streams: int, is_logit: bool, output_dtype: torch.dtype
     ) -> Tensor:
         kernels = streamwise_kernels(x.device)
-        active_k = controller_p[:num_streams]
-        accumulate = _accumulate_dtype(x, controller_p)
-        factor_k = (active_k.sigmoid() if is_logit else active_k).to(accumulate)
+        factor_k = sigmoid_read_factors(read_p, num_streams) if is_logit else read_p
+        factor_k = factor_k.to(_accumulate_dtype(x, read_p)).contiguous()
         z_nd = kernels.read_forward(_as_streams(x, num_streams), factor_k, output_dtype)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, controller_p, factor_k)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, read_p, factor_k)
         ctx.kernels, ctx.is_logit, ctx.x_shape, ctx.x_dtype = kernels, is_logit, x.shape, x.dtype
         return z_nd.view(*x.shape[:-1], z_nd.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        x, controller_p, factor_k = ctx.saved_tensors
+        x, read_p, factor_k = ctx.saved_tensors
+        num_streams = factor_k.shape[0]
         kernels: StreamwiseKernels = ctx.kernels
-        x_nkd = None if x is None else _as_streams(x, factor_k.shape[0])
         grad_x_nkd, grad_factor_k = kernels.read_backward(
-            _as_tokens(grad_z), x_nkd, factor_k, ctx.x_dtype if ctx.needs_input_grad[0] else None
+            _as_tokens(grad_z),
+            None if x is None else _as_streams(x, num_streams),
+            factor_k,
+            ctx.x_dtype,
+            wants_grad_x=ctx.needs_input_grad[0],
         )
         grad_x = None if grad_x_nkd is None else grad_x_nkd.view(ctx.x_shape)
-        grad_controller_p = None
+        grad_read_p = None
         if grad_factor_k is not None:
-            if ctx.is_logit:  # sigmoid'(r) = sigmoid(r) (1 - sigmoid(r))
-                grad_factor_k = grad_factor_k * (factor_k * (1 - factor_k))
-            grad_controller_p = _controller_gradient(grad_factor_k, controller_p)
-        return grad_x, grad_controller_p, None, None, None
+            if ctx.is_logit:
+                grad_factor_k = grad_factor_k * _sigmoid_slope(read_p[:num_streams])
+            grad_read_p = _controller_gradient(grad_factor_k, read_p)
+        return grad_x, grad_read_p, None, None, None
 
 
 class _StreamwiseWrite(torch.autograd.Function):
@@ -210,23 +238,17 @@ class _StreamwiseWrite(torch.autograd.Function):
     ) -> Tensor:
         kernels = streamwise_kernels(x.device)
         accumulate = _accumulate_dtype(x, u, write_p, retention_p)
-        write_k = write_p[:num_streams]
-        factor_k = (2 * write_k.sigmoid() if is_logit else write_k).to(accumulate)
-        retention_k = None
-        if retention_p is not None:
-            retention_k = retention_p[:num_streams]
+        factor_k = sigmoid_write_factors(write_p, num_streams) if is_logit else write_p
+        factor_k = factor_k.to(accumulate).contiguous()
+        retention_k = retention_p
+        if retention_k is not None:
             if is_logit:
-                retention_k = 1 - max_forget * torch.sigmoid(-retention_k)
-            retention_k = retention_k.to(accumulate)
+                retention_k = sigmoid_retention_factors(retention_k, num_streams, max_forget)
+            retention_k = retention_k.to(accumulate).contiguous()
         y_nkd = kernels.write_forward(_as_streams(x, num_streams), _as_tokens(u), factor_k, retention_k)
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[3] else None,
-            u if ctx.needs_input_grad[2] else None,
-            write_p,
-            retention_p,
-            factor_k,
-            retention_k,
-        )
+        saved_x = x if ctx.needs_input_grad[3] else None
+        saved_u = u if ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(saved_x, saved_u, write_p, retention_p, factor_k, retention_k)
         ctx.kernels, ctx.is_logit, ctx.max_forget = kernels, is_logit, max_forget
         ctx.u_shape, ctx.u_dtype = u.shape, u.dtype
         return y_nkd.view(x.shape)
@@ -235,32 +257,36 @@ class _StreamwiseWrite(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, u, write_p, retention_p, factor_k, retention_k = ctx.saved_tensors
-        needs_x, needs_u, needs_write, needs_retention = ctx.needs_input_grad[:4]
-        grad_x: Tensor | None = grad_y if needs_x and retention_k is None else None
-        grad_u = grad_write_p = grad_retention_p = None
-        wants_grad_x = needs_x and retention_k is not None
-        if needs_u or needs_write or needs_retention or wants_grad_x:
-            num_streams = factor_k.shape[0]
-            kernels: StreamwiseKernels = ctx.kernels
-            grad_x_nkd, grad_u_nd, grad_factor_k, grad_retention_k = kernels.write_backward(
-                _as_streams(grad_y, num_streams),
-                None if x is None else _as_streams(x, num_streams),
-                None if u is None else _as_tokens(u),
-                factor_k,
-                retention_k if wants_grad_x else None,
-                ctx.u_dtype if needs_u else None,
-            )
-            if grad_x_nkd is not None:
-                grad_x = grad_x_nkd.view(grad_y.shape)
-            if grad_u_nd is not None:
-                grad_u = grad_u_nd.view(ctx.u_shape)
-            if grad_factor_k is not None:
-                if ctx.is_logit:  # d(2 sigmoid(s)) = 2 sigmoid(s) (1 - sigmoid(s)) ds
-                    grad_factor_k = grad_factor_k * (factor_k * (1 - factor_k / 2))
-                grad_write_p = _controller_gradient(grad_factor_k, write_p)
-            if grad_retention_k is not None:
-                if ctx.is_logit:  # from q itself: 1 - g has lost most of its digits where g is near 1
-                    forget_k = torch.sigmoid(-retention_p[:num_streams].to(factor_k.dtype))
-                    grad_retention_k = grad_retention_k * (ctx.max_forget * forget_k * (1 - forget_k))
-                grad_retention_p = _controller_gradient(grad_retention_k, retention_p)
-        return grad_x, grad_u, grad_write_p, grad_retention_p, None, None, None
+        needs_x, needs_u, needs_write = ctx.needs_input_grad[:3]
+        if retention_k is None and not (needs_u or needs_write):
+            return grad_y, None, None, None, None, None, None
+        num_streams = factor_k.shape[0]
+        kernels: StreamwiseKernels = ctx.kernels
+        grad_x_nkd, grad_u_nd, grad_factor_k, grad_retention_k = kernels.write_backward(
+            _as_streams(grad_y, num_streams),
+            None if x is None else _as_streams(x, num_streams),
+            None if u is None else _as_tokens(u),
+            factor_k,
+            retention_k if needs_x else None,
+            ctx.u_dtype,
+            wants_grad_u=needs_u,
+        )
+        grad_x = None
+        if needs_x:  # without retention the incoming gradient itself
+            grad_x = grad_y if grad_x_nkd is None else grad_x_nkd.view(grad_y.shape)
+        grad_write_p = grad_retention_p = None
+        if grad_factor_k is not None:
+            if ctx.is_logit:
+                grad_factor_k = grad_factor_k * (2 * _sigmoid_slope(write_p[:num_streams]))
+            grad_write_p = _controller_gradient(grad_factor_k, write_p)
+        if grad_retention_k is not None:
+            if ctx.is_logit:
+                grad_retention_k = grad_retention_k * (ctx.max_forget * _sigmoid_slope(retention_p[:num_streams]))
+            grad_retention_p = _controller_gradient(grad_retention_k, retention_p)
+        return (
+            grad_x,
+            grad_u_nd.view(ctx.u_shape) if grad_u_nd is not None else None,
+            grad_write_p,
+            grad_retention_p,
+            *(None, None, None),
+        )
