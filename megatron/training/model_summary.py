@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
+from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config
 
@@ -63,8 +64,16 @@ def residual_line(config: object) -> str:
 
 
 def print_model_summary(model_chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """Print the summary on rank 0 and return the model as it is (a pre_wrap_hook of ModelConfig)."""
+    """Print the summary on rank 0 and return the model as it is (a pre_wrap_hook of ModelConfig).
+
+    Where the run writes TensorBoard, the counts are there as the texts `parameters/base` and `parameters/controllers`
+    (a scalar is fp32 and holds no large count exactly).
+    """
     base, controllers = count_parameters(model_chunks)
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        writer.add_text("parameters/base", str(base))
+        writer.add_text("parameters/controllers", str(controllers))
     if torch.distributed.get_rank() == 0:
         print(f"> parameters: {base:,} base + {controllers:,} controllers", flush=True)
         print(f"> {residual_line(get_model_config(model_chunks[0]))}", flush=True)
