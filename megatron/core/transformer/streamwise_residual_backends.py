@@ -71,26 +71,29 @@ def streamwise_kernels(device: torch.device) -> StreamwiseKernels:
     Raises: ValueError for an unknown name or one that does not serve the device, CompiledKernelsError where `compiled`
     was asked for and cannot be had.
     """
-    return _load(os.environ.get(BACKEND_VARIABLE) or "auto", device.type)
+    return _load(os.environ.get(BACKEND_VARIABLE) or "auto", device.type)[1]
+
+
+def streamwise_backend(device: torch.device) -> str:
+    """The name of the backend that serves `device`: never "auto". Raises as streamwise_kernels does."""
+    return _load(os.environ.get(BACKEND_VARIABLE) or "auto", device.type)[0]
 
 
 @cache
-def _load(name: str, device_type: str) -> StreamwiseKernels:
-    if name not in BACKENDS:
-        raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {name!r}.")
-    if name == "compiled" and device_type != "cpu":
+def _load(wanted: str, device_type: str) -> tuple[str, StreamwiseKernels]:
+    if wanted not in BACKENDS:
+        raise ValueError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}.")
+    if wanted == "compiled" and device_type != "cpu":
         raise ValueError(
             f"{BACKEND_VARIABLE}=compiled serves CPU tensors, got tensors on {device_type}: use auto or eager."
         )
-    if name != "eager" and device_type == "cpu":
+    chosen: tuple[str, StreamwiseKernels] = ("eager", streamwise_residual_kernels)
+    if wanted != "eager" and device_type == "cpu":
         try:
-            kernels = CompiledKernels(load_library())
+            chosen = ("compiled", CompiledKernels(load_library()))
         except CompiledKernelsError as error:
-            if name == "compiled":
+            if wanted == "compiled":
                 raise
-            logger.warning("Streamwise residual operators run on eager kernels, about 3 times slower: %s.", error)
-        else:
-            logger.info("Streamwise residual operators on %s: compiled kernels.", device_type)
-            return kernels
-    logger.info("Streamwise residual operators on %s: eager kernels.", device_type)
-    return streamwise_residual_kernels
+            logger.warning("Streamwise residual operators run on the slower eager kernels: %s.", error)
+    logger.info("Streamwise residual operators on %s: %s kernels.", device_type, chosen[0])
+    return chosen
