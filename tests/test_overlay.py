@@ -74,8 +74,8 @@ def test_no_path_and_no_module_of_ours_exists_in_megatron_core() -> None:
     assert not set(our_modules()) & set(upstream_modules()) - {"megatron"}
 
 
-def test_wheel_holds_every_module_of_ours_and_nothing_else(shelf: Shelf) -> None:
-    expected = {name for name in repository_files("megatron") if name.endswith(".py")}
+def test_wheel_holds_every_file_of_ours_and_nothing_else(shelf: Shelf) -> None:
+    expected = set(repository_files("megatron"))
     with zipfile.ZipFile(shelf.our_wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == expected
