@@ -8,11 +8,14 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,49 +352,61 @@ def test_help_needs_neither_torch_nor_megatron() -> None:
 
 
 def test_interrupt_terminate_and_kill_leave_no_output_and_no_process(tmp_path: Path) -> None:
-    """One start each, at the same time: the input is large enough to be under way when the signal comes."""
+    """Real processes, forked from this one to save them the imports, each hit in the middle of its work."""
     path = tmp_path / "in.jsonl"
     with path.open("wb") as stream:
-        for _ in range(60):
+        for _ in range(20):
             stream.write((json.dumps({"text": "word " * 2000}) + "\n").encode() * 200)
-    started = {}
+    harness.tokenizer_for("ByteLevelTokenizer")  # imports what the tool imports
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        folder = tmp_path / number.name
+        folder, log = tmp_path / number.name, tmp_path / f"{number.name}.log"
         folder.mkdir()
-        argv = ["--input", str(path), "--output-prefix", str(folder / "out"), "--workers", "1", "--log-interval", "200"]
-        started[number] = subprocess.Popen(
-            [sys.executable, str(harness.ROOT / "tools/preprocess_data.py"), *argv, *BYTES],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    for number, process in started.items():
-        assert process.stderr is not None
-        first = process.stderr.readline()  # the first progress line: documents are being written
-        assert "documents/s" in first, first
-        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        rest = process.stderr.read() if number != signal.SIGKILL else ""
-        process.wait(60)
-        left = sorted(path.name for path in (tmp_path / number.name).iterdir())
+        process = multiprocessing.get_context("fork").Process(target=_run_in_session, args=(path, folder, log))
+        process.start()
+        assert process.pid is not None
+        _wait_until(partial(_is_writing, log), "documents are being written")
+        assert [name.startswith(".out.unfinished-") for name in os.listdir(folder)] == [True]
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does: to the workers too
+        else:
+            os.kill(process.pid, number)
+        process.join(60)
+        left = os.listdir(folder)
         if number == signal.SIGKILL:
-            assert process.returncode == -signal.SIGKILL
+            assert process.exitcode == -signal.SIGKILL
             assert all(name.startswith(".out.unfinished-") for name in left), left
         else:
-            assert (process.returncode, left) == (130, []), (rest, left)
-            assert "nothing was written" in rest
-            assert "Traceback" not in rest
-        _assert_session_ends(process.pid)
-        process.stderr.close()
+            assert (process.exitcode, left) == (130, []), (log.read_text(), left)
+            assert log.read_text().endswith("interrupted; nothing was written\n")
+            assert "Traceback" not in log.read_text()
+        _wait_until(partial(_session_ended, process.pid), "no worker outlives the tool")
 
 
-def _assert_session_ends(session: int) -> None:
-    for _ in range(100):
-        try:
-            os.killpg(session, 0)
-        except ProcessLookupError:
+def _run_in_session(path: Path, folder: Path, log: Path) -> None:
+    os.setsid()
+    with log.open("w", buffering=1) as sys.stderr:
+        argv = ["--input", str(path), "--output-prefix", str(folder / "out"), "--workers", "2", "--log-interval", "200"]
+        os._exit(harness.tool("preprocess_data").main([*argv, *BYTES]))
+
+
+def _is_writing(log: Path) -> bool:
+    return log.exists() and "documents/s" in log.read_text()
+
+
+def _session_ended(session: int) -> bool:
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _wait_until(holds: Callable[[], bool], what: str) -> None:
+    for _ in range(600):
+        if holds():
             return
         time.sleep(0.1)
-    pytest.fail("worker processes outlive the tool")
+    pytest.fail(f"waited in vain: {what}")
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(run: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,8 @@ def _file_size(path: str, prefix: str) -> int:
         advice = "give the path without the suffix" if prefix.endswith((".bin", ".idx")) else "check the path"
         if not os.path.exists(path) and os.path.exists(f"{prefix}_text_document.idx"):
             advice = f"did you mean {prefix}_text_document?"
+        elif prefix.replace(".", "", 1).isdigit():
+            advice = "if it is a weight, give every corpus one"
         raise DataError(
             f"no corpus at {prefix}: {path} cannot be read ({error.strerror}); {advice}, or make it with "
             "tools/preprocess_data.py."

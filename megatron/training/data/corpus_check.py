@@ -52,6 +52,9 @@ def data_sources(args: argparse.Namespace) -> DataSources:
     for name, flag in _UNSUPPORTED.items():
         if getattr(args, name, False):
             raise DataError(f"{flag} is not supported here; leave it out.")
+    per_split = (args.train_data_path, args.valid_data_path, args.test_data_path, args.per_split_data_args_path)
+    if any(per_split) and (args.data_path or args.data_args_path):
+        raise DataError("--data-path and the --train/--valid/--test-data-path options exclude each other; give one.")
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
     except (AssertionError, KeyError, ValueError) as error:
@@ -65,10 +68,6 @@ def data_sources(args: argparse.Namespace) -> DataSources:
                 "no data: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data for made-up ones."
             )
         return DataSources(mock=True)
-    if blend is not None and any(blend_per_split or ()):
-        raise DataError(
-            "--data-path and the --train/--valid/--test-data-path options exclude each other; give one kind."
-        )
     if blend is not None:
         if args.split is None:
             raise DataError("--split is missing: the shares of training, validation and test, for example 969,30,1.")

@@ -124,8 +124,8 @@ def _signals_wait() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-        for number in waiting:
-            signal.raise_signal(number)
+        for caught in waiting:
+            signal.raise_signal(caught)
 
 
 def check_outputs(prefix: str, keys: Sequence[str], *, overwrite: bool) -> None:
