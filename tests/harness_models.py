@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron.core import parallel_state
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
 from megatron.core.models.gpt.wide_residual_layer_specs import widen_layer_spec
 from megatron.core.transformer.wide_residual_config import WideResidualConfig, widen_transformer_config

@@ -106,7 +106,8 @@ def test_widening_keeps_every_attribute_and_leaves_the_original() -> None:
     wide = widen_transformer_config(config, WideResidualConfig(4))
     assert isinstance(wide, WideResidualTransformerConfig)
     assert config.__dict__ == before
-    assert {name: value for name, value in wide.__dict__.items() if name != "wide_residual"} == before
+    added = {"wide_residual": WideResidualConfig(4), "residual_stream_recompute_num_layers": None}
+    assert wide.__dict__ == {**before, **added}
     assert get_wide_residual_config(config) is None
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron.core.transformer.residual_recompute import ResidualStreamRecomputeContext
+
 ResidualConnectionOperation = Literal["read", "write"]
 
 ResidualBranchOutput = tuple[Tensor, Tensor | None]
@@ -159,6 +161,27 @@ class ResidualConnection(torch.nn.Module):
         training: bool,
     ) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} brings no _write")
+
+    def _checkpoint_read(
+        self,
+        hidden_states: Tensor,
+        context: ResidualStreamRecomputeContext,
+        *,
+        fp32_residual_connection: bool,
+        branch_input_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        raise NotImplementedError(f"{type(self).__name__} cannot replay its read")
+
+    def _checkpoint_write(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        context: ResidualStreamRecomputeContext,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} cannot replay its write")
 
     def _check_arguments(self, given: dict[str, Any]) -> None:
         foreign = _WRITE_ARGUMENTS if self.operation == "read" else _READ_ARGUMENTS

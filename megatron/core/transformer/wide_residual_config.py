@@ -11,10 +11,15 @@ A config that carries a `WideResidualConfig` has been checked against every opti
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+RESIDUAL_STREAM_MODULE = "residual_stream"
+"""The name in recompute_modules (--recompute-modules) that turns the replay of residual-stream operations on."""
 
 
 def _require_real(name: str, value: Any) -> float:
@@ -82,14 +87,29 @@ class WideResidualConfig:
             )
 
 
+@contextmanager
+def _residual_stream_module_hidden(config: TransformerConfig) -> Iterator[None]:
+    """Keep "residual_stream" out of recompute_modules while Megatron checks them: it refuses modules not its own."""
+    modules = config.recompute_modules
+    if modules is None or RESIDUAL_STREAM_MODULE not in modules:
+        yield
+        return
+    config.recompute_modules = [module for module in modules if module != RESIDUAL_STREAM_MODULE]
+    yield
+    config.recompute_modules = [*config.recompute_modules, RESIDUAL_STREAM_MODULE]
+
+
 @dataclass
 class WideResidualTransformerConfig(TransformerConfig):
     """A TransformerConfig whose layers carry wide residual streams (ordinary ones while wide_residual is None)."""
 
     wide_residual: WideResidualConfig | None = None
+    residual_stream_recompute_num_layers: int | None = None
+    """Layers in a replay block with "residual_stream" in recompute_modules; None takes all local layers as one."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        with _residual_stream_module_hidden(self):
+            super().__post_init__()
         check_wide_residual_options(self)
 
 
@@ -98,9 +118,12 @@ class WideResidualMLATransformerConfig(MLATransformerConfig):
     """The same for models with multi-latent attention."""
 
     wide_residual: WideResidualConfig | None = None
+    residual_stream_recompute_num_layers: int | None = None
+    """Layers in a replay block with "residual_stream" in recompute_modules; None takes all local layers as one."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        with _residual_stream_module_hidden(self):
+            super().__post_init__()
         check_wide_residual_options(self)
 
 
@@ -110,8 +133,16 @@ _WIDE_CLASS: dict[type, type] = {
 }
 
 
-def widen_transformer_config(config: TransformerConfig, wide_residual: WideResidualConfig) -> Any:
+def widen_transformer_config(
+    config: TransformerConfig,
+    wide_residual: WideResidualConfig,
+    *,
+    recompute_residual_stream: bool = False,
+    residual_stream_recompute_num_layers: int | None = None,
+) -> Any:
     """Return a wide twin of a finished ordinary config, which is left as it was.
+
+    recompute_residual_stream adds "residual_stream" to its recompute modules, which an ordinary config cannot hold.
 
     Every attribute is taken over as it stands, also those that Megatron sets after construction (YaRN's), because
     running `__post_init__` a second time would derive some of them again.
@@ -131,6 +162,9 @@ def widen_transformer_config(config: TransformerConfig, wide_residual: WideResid
     wide: Any = object.__new__(wide_class)
     wide.__dict__.update(config.__dict__)
     wide.wide_residual = wide_residual
+    wide.residual_stream_recompute_num_layers = residual_stream_recompute_num_layers
+    if recompute_residual_stream:
+        wide.recompute_modules = [*(wide.recompute_modules or ()), RESIDUAL_STREAM_MODULE]
     check_wide_residual_options(wide)
     return wide
 
@@ -191,6 +225,7 @@ def check_wide_residual_options(config: TransformerConfig) -> None:
         TypeError: wide_residual is neither None nor a WideResidualConfig.
         ValueError: an option that wide residual streams refuse; the message names the option and the reason.
     """
+    _check_residual_stream_recompute(config)
     wide_residual = get_wide_residual_config(config)
     if wide_residual is None:
         return
@@ -205,3 +240,37 @@ def check_wide_residual_options(config: TransformerConfig) -> None:
                 f"{option} ({attribute}={value!r}) cannot be used with wide residual streams: {reason}. "
                 f"Leave {option} out, or --wide-residual."
             )
+
+
+def _check_residual_stream_recompute(config: TransformerConfig) -> None:
+    """Raise ValueError unless the replay options fit together; the message names the flag."""
+    replays = RESIDUAL_STREAM_MODULE in (config.recompute_modules or ())
+    size: Any = getattr(config, "residual_stream_recompute_num_layers", None)
+    if size is not None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"residual_stream_recompute_num_layers is {size!r}; an int of 1 or more is wanted")
+        if not replays:
+            raise ValueError(
+                "--residual-stream-recompute-num-layers given without residual_stream among --recompute-modules; add "
+                "--recompute-granularity selective --recompute-modules residual_stream, or leave it out"
+            )
+    if not replays:
+        return
+    if get_wide_residual_config(config) is None:
+        raise ValueError("--recompute-modules residual_stream needs wide residual streams (--wide-residual K)")
+    if config.recompute_granularity != "selective":
+        raise ValueError(
+            "--recompute-modules residual_stream needs --recompute-granularity selective; it is "
+            f"{config.recompute_granularity!r}"
+        )
+    others = set(config.recompute_modules or ())
+    if "layernorm" in others:
+        raise ValueError(
+            "--recompute-modules residual_stream replays the norms that reads feed already; leave layernorm out"
+        )
+    if "mlp" in others and config.add_bias_linear:
+        # megatron-core 0.19.2: the checkpointed MLP returns its bias parameter, which then becomes an output of the
+        # checkpoint and so an input of its own backward.
+        raise ValueError(
+            "--recompute-modules mlp recurses for ever with linear biases; add --disable-bias-linear, or leave mlp out"
+        )

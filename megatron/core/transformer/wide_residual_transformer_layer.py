@@ -23,8 +23,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron.core.transformer.residual_connection import ResidualBranchOutput, ResidualConnectionState
+from megatron.core.transformer.residual_recompute import (
+    ResidualStreamRecomputeContext,
+    checkpoint_residual_read,
+    checkpoint_residual_write,
+)
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
-from megatron.core.transformer.wide_residual_config import require_wide_residual_config
+from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE, require_wide_residual_config
 
 
 class WideResidualTransformerLayer(TransformerLayer):
@@ -62,6 +67,7 @@ class WideResidualTransformerLayer(TransformerLayer):
             **kwargs,
         )
         self._carried: dict[str, ResidualConnectionState] = {}
+        self.residual_stream_recompute_context: ResidualStreamRecomputeContext | None = None
         self._branches = tuple(
             branch
             for branch, module in (("self_attn", self.self_attention), ("mlp", self.mlp))
@@ -69,6 +75,7 @@ class WideResidualTransformerLayer(TransformerLayer):
         )
         for branch in self._branches:
             self._add_connections(branch, kwargs.get("name"))
+        self._add_norm_replay()
         self.register_load_state_dict_pre_hook(load_residual_state)
         # The parent enables gradients around the bias-dropout-add even in evaluation. A write saves tensors for its
         # backward, so it follows the caller's grad mode instead.
@@ -98,10 +105,34 @@ class WideResidualTransformerLayer(TransformerLayer):
         del fused
         return partial(self._write, branch, training)
 
+    def _add_norm_replay(self) -> None:
+        """Let the norms that reads feed join the replay, where the parent does not recompute them itself."""
+        if RESIDUAL_STREAM_MODULE not in (self.config.recompute_modules or ()):
+            return
+        for norm, recomputed_by_parent in (
+            (self.input_layernorm, self.recompute_input_layernorm),
+            (self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm),
+        ):
+            if not isinstance(norm, IdentityOp) and not recomputed_by_parent:
+                norm.forward = partial(self._normalize, norm.forward)
+
+    def _normalize(self, norm: Callable[..., Any], z_sbd: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a norm, under replay where it is active and z has a gradient to pass on."""
+        context = self.residual_stream_recompute_context
+        if context is None or not z_sbd.requires_grad:
+            return norm(z_sbd, *args, **kwargs)
+        return context.checkpoint(partial(norm, **kwargs), z_sbd, *args)
+
     def _read(self, branch: str, x_sbw: Tensor) -> Tensor:
         """Read the branch input from the stream and keep the stream for the write."""
         read = getattr(self, f"residual_read_{branch}")
-        z_sbd, self._carried[branch] = read(x_sbw, fp32_residual_connection=bool(self.config.fp32_residual_connection))
+        fp32_residual = bool(self.config.fp32_residual_connection)
+        context = self.residual_stream_recompute_context
+        if context is None:
+            z_sbd, state = read(x_sbw, fp32_residual_connection=fp32_residual)
+        else:
+            z_sbd, state = checkpoint_residual_read(read, x_sbw, context, fp32_residual_connection=fp32_residual)
+        self._carried[branch] = state
         return z_sbd
 
     def _write(
@@ -112,15 +143,22 @@ class WideResidualTransformerLayer(TransformerLayer):
         z_sbd: Tensor,
         dropout_probability: float,
     ) -> Tensor:
-        """Write the branch output into the stream that its read kept; the parent's residual, z, is not needed."""
+        """Write the branch output into the stream that its read kept; the parent's residual, z, is not needed.
+
+        The last write of a replay block is its live boundary: it stays in ordinary autograd and ends the block.
+        """
         del z_sbd
         write = getattr(self, f"residual_write_{branch}")
-        return write(
-            branch_output=branch_output,
-            state=self._carried.pop(branch),
-            dropout_probability=dropout_probability,
-            training=training,
-        )
+        state = self._carried.pop(branch)
+        options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
+        context = self.residual_stream_recompute_context
+        ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
+        if context is not None and not ends_block:
+            return checkpoint_residual_write(write, branch_output, state, context, **options)
+        y_sbw = write(branch_output=branch_output, state=state, **options)
+        if context is not None:
+            context.finalize(y_sbw)
+        return y_sbw
 
     def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the attention half-layer: [s, b, K*D] -> ([s, b, K*D], context)."""

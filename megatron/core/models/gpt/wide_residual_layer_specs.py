@@ -32,9 +32,7 @@ def widen_layer_spec(spec: ModuleSpec | TransformerBlockSubmodules) -> Any:
     if isinstance(spec, TransformerBlockSubmodules):
         return replace(spec, layer_specs=[widen_layer_spec(layer_spec) for layer_spec in spec.layer_specs or []])
     if not isinstance(spec, ModuleSpec):
-        raise TypeError(
-            f"a {type(spec).__name__} is no layer spec; wanted: ModuleSpec or TransformerBlockSubmodules"
-        )
+        raise TypeError(f"a {type(spec).__name__} is no layer spec; wanted: ModuleSpec or TransformerBlockSubmodules")
     module = spec.module
     if isinstance(module, type) and issubclass(module, WideResidualTransformerLayer):
         return spec
