@@ -64,9 +64,13 @@ def build_gpt(
     seed: int = 1234,
     model_options: dict[str, Any] | None = None,
     wide_options: dict[str, Any] | None = None,
+    replay: bool = False,
+    block_size: int | None = None,
     **config_options: Any,
 ) -> GPTModel:
-    """Build an ordinary GPT, or with num_streams a wide one, drawing from the same seed."""
+    """Build an ordinary GPT, or with num_streams a wide one, drawing from the same seed; replay in blocks on demand."""
+    if replay:
+        config_options = {"recompute_granularity": "selective", "recompute_modules": [], **config_options}
     config = transformer_config(**config_options)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -76,7 +80,12 @@ def build_gpt(
     )
     model_class: type[GPTModel] = GPTModel
     if num_streams is not None:
-        config = widen_transformer_config(config, WideResidualConfig(num_streams, **(wide_options or {})))
+        config = widen_transformer_config(
+            config,
+            WideResidualConfig(num_streams, **(wide_options or {})),
+            recompute_residual_stream=replay,
+            residual_stream_recompute_num_layers=block_size,
+        )
         spec, model_class = widen_layer_spec(spec), WideResidualGPTModel
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

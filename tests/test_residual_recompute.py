@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from harness_models import (
-    SEQUENCE,
-    VOCABULARY,
     build_gpt,
     run,
     single_process_megatron,
@@ -23,12 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
-from megatron.core.models.gpt.wide_residual_layer_specs import get_gpt_wide_residual_layer_local_spec
 from megatron.core.tensor_parallel.checkpoint_manager import CheckpointWithoutOutputManager
 from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
-    attach_residual_stream_recompute,
     build_residual_stream_recompute_plan,
     residual_stream_recompute_enabled,
 )
@@ -48,15 +43,7 @@ def megatron() -> Iterator[None]:
 
 def replaying_gpt(num_streams: int = 4, block_size: int | None = 2, **options: Any) -> Any:
     """The model of build_gpt with replay on."""
-    model = build_gpt(num_streams, **options)
-    config = model.config
-    config.recompute_granularity = "selective"
-    config.recompute_modules = ["residual_stream"]
-    config.residual_stream_recompute_num_layers = block_size
-    attach_residual_stream_recompute(model.decoder, config)
-    for layer in model.decoder.layers:  # what the layer's constructor does for a config that asks for replay
-        layer._add_norm_replay()
-    return model
+    return build_gpt(num_streams, replay=True, block_size=block_size, **options)
 
 
 def ends(*arguments: Any, **options: Any) -> str:
@@ -189,9 +176,7 @@ def test_replay_is_bit_equal_to_the_eager_model(variant: str, block_size: int | 
 @pytest.mark.parametrize("module", ["core_attn", "mlp"])
 def test_other_selective_modules_compose_bit_equally(module: str) -> None:
     wanted = result(build_gpt(4, hidden_dropout=0.1, add_bias_linear=False))
-    config: Any = {"recompute_granularity": "selective", "recompute_modules": [module, "residual_stream"]}
-    model = build_directly(hidden_dropout=0.1, add_bias_linear=False, residual_stream_recompute_num_layers=2, **config)
-    found = result(model)
+    found = result(replaying_gpt(hidden_dropout=0.1, add_bias_linear=False, recompute_modules=[module]))
     for name, value in wanted.items():
         assert torch.equal(found[name], value), f"with {module}: {name} differs"
 
@@ -202,18 +187,7 @@ def test_other_selective_modules_compose_bit_equally(module: str) -> None:
 )
 def test_selective_modules_that_cannot_compose_are_refused(module: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        build_directly(recompute_granularity="selective", recompute_modules=[module, "residual_stream"])
-
-
-def build_directly(**options: Any) -> Any:
-    """A wide GPT from a config that asks for replay itself, as pretrain_gpt.py builds it."""
-    ordinary = transformer_config(num_layers=3)
-    names = ("num_layers", "hidden_size", "num_attention_heads", "hidden_dropout", "attention_dropout")
-    chosen = {**{name: getattr(ordinary, name) for name in names}, "use_cpu_initialization": True, **options}
-    config = WideResidualTransformerConfig(**chosen, wide_residual=WideResidualConfig(4))
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    return WideResidualGPTModel(config, get_gpt_wide_residual_layer_local_spec(), VOCABULARY, SEQUENCE)
+        replaying_gpt(recompute_modules=[module])
 
 
 def test_two_chained_branches_make_the_documented_number_of_calls() -> None:
@@ -402,9 +376,9 @@ def test_replay_without_wide_streams_is_refused() -> None:
 
 
 def test_widening_adds_replay_to_the_other_modules() -> None:
-    ordinary = transformer_config(recompute_granularity="selective", recompute_modules=["mlp"])
+    ordinary = transformer_config(recompute_granularity="selective", recompute_modules=["core_attn"])
     wide = widen_transformer_config(
         ordinary, WideResidualConfig(4), recompute_residual_stream=True, residual_stream_recompute_num_layers=3
     )
-    assert wide.recompute_modules == ["mlp", "residual_stream"]
-    assert ordinary.recompute_modules == ["mlp"]
+    assert wide.recompute_modules == ["core_attn", "residual_stream"]
+    assert ordinary.recompute_modules == ["core_attn"]
