@@ -56,12 +56,12 @@ settings=(
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --bf16
     --micro-batch-size 8 --global-batch-size 8 --train-iters "$train_iters" --seed 1234
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05
-    --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+    --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --use-distributed-optimizer
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer"
     --data-path "${prefix}_text_document" --data-cache-path "$run_dir/data/cache" --split "95,5,0"
     --eval-iters 20 --eval-interval "$(at_least_1 $((train_iters / 4)))"
     --save-interval "$(at_least_1 $((train_iters / 4)))"
-    --log-interval 10 --log-throughput --log-timers-to-tensorboard --log-memory-to-tensorboard
+    --log-interval "$(at_least_1 $((train_iters / 30)))" --log-throughput --log-timers-to-tensorboard --log-memory-to-tensorboard
     --wandb-project quickstart
 )
 
