@@ -215,9 +215,8 @@ def test_an_unweighted_blend_that_would_run_dry_is_told(make_args: ArgsMaker, co
     )  # fmt: skip
     check_corpus(make_args("--data-path", "1", corpus, "2", other, "--split", "8,1,1", "--train-iters", "200"))
     _refused(make_args("--data-path", "0", corpus, "2", other, "--split", "8,1,1"), "weight 0 must be greater")
-    _refused(
-        make_args("--data-path", "1", corpus, "x", other, "--split", "8,1,1"), "no corpus at 1", "give every corpus one"
-    )
+    mixed = make_args("--data-path", "1", corpus, "x", other, "--split", "8,1,1")
+    _refused(mixed, "no corpus at 1", "give every corpus one")
     _refused(
         make_args("--data-path", "1", corpus, "2", other, "--split", "8,1,1", "--full-validation"), "--full-validation"
     )

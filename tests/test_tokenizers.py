@@ -214,28 +214,25 @@ def test_training_with_the_same_flags_gets_the_same_tokenizer(
     from megatron.training.arguments import parse_args
 
     from megatron.cpu.replacements import Replacements
-    from megatron.patches import apply_patches, offline_tokenizers
-    from megatron.training.data.tokenizers import add_tokenizer_type
+    from megatron.patches.offline_tokenizers import install_tokenizers
 
     flags = _flags(kind, tmp_path, trained)
     argv = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["train", *argv, "--rank", "0"][: 1 + len(argv)])
-
-    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_tokenizer_type(parser)
-        return parser
-
-    args = parse_args(with_ours)
-    args.rank, args.world_size, args.tensor_model_parallel_size = 0, 1, 1
+    monkeypatch.setattr(sys, "argv", ["train", *argv])
     monkeypatch.setattr(global_vars, "_GLOBAL_TOKENIZER", None)
     with Replacements() as replaced:
-        apply_patches([offline_tokenizers.PATCH], replaced)
+        install_tokenizers(replaced)
+        args = parse_args()
+        args.rank, args.world_size, args.tensor_model_parallel_size = 0, 1, 1
         trained_with = global_vars._build_tokenizer(args)
     prepared_with = harness.tokenizer_for(**flags)
     assert encode_texts(trained_with, TEXTS) == encode_texts(prepared_with, TEXTS)
     assert end_of_document(trained_with) == end_of_document(prepared_with)
     assert args.padded_vocab_size >= prepared_with.vocab_size
     assert args.padded_vocab_size % args.make_vocab_size_divisible_by == 0
+    if kind == "bytes":
+        with pytest.raises(SystemExit):
+            parse_args()  # all is as it was
 
 
 def test_flags_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ Everything is megatron.core.tokenizers, by the type names of `--tokenizer-type`.
 - ByteLevelTokenizer: upstream has the library but no type name for it. Here ids 0-255 are the bytes, 256 pads and
   257 ends a document (upstream's default puts the end of a document on byte 0).
 
-In training the same builder is reached through megatron/patches/offline_tokenizers.py and `add_tokenizer_type`.
+In training the same builder is reached through megatron/patches/offline_tokenizers.py.
 
 What always holds: the identity that goes into the index cache (`unique_identifiers`) names the user's files, never a
 temporary folder, so it is the same on every rank and in every run.
@@ -45,13 +45,6 @@ _MODEL_TYPES = TOKENIZER_TYPES[:5]  # those that are one file or folder: --token
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 _BYTE_LEVEL_ARGUMENTS = {"special_tokens": ["<eod>", "<pad>"], "vocab_size": 256, "_eos_id": 257, "_pad_id": 256}
-
-
-def add_tokenizer_type(parser: argparse.ArgumentParser) -> None:
-    """Let Megatron's own argument parser accept ByteLevelTokenizer; call it from `extra_args_provider`."""
-    for action in parser._actions:
-        if action.dest == "tokenizer_type" and action.choices and "ByteLevelTokenizer" not in action.choices:
-            action.choices = [*action.choices, "ByteLevelTokenizer"]
 
 
 def with_tokenizer_defaults(args: argparse.Namespace) -> argparse.Namespace:
