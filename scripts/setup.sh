@@ -136,7 +136,9 @@ fi
 touch "$marker"
 rm -f "$stamp" "$log"
 say "[2/2] installing $(grep -c == constraints.txt) packages, about $venv_gb GB on disk (a few minutes the first time)"
-"$venv/bin/python" -m pip install --disable-pip-version-check --log "$log" -c constraints.txt -e ".[test,quickstart]" || explain_failed_install
+install() { "$venv/bin/python" -m pip install --disable-pip-version-check --log "$log" -c constraints.txt "$@" || explain_failed_install; }
+install setuptools # builds the editable form of this checkout; in pip's own isolation it would not be of constraints.txt
+install --no-build-isolation -e ".[test,quickstart]"
 venv_is_whole || die "pip finished but the installed packages are not those that pyproject.toml asks for; its log is $log."
 wanted_state >"$stamp"
 rm -f "$marker"
