@@ -6,7 +6,8 @@
 
 Every repetition times one copy of a wide stream into memory that exists, then every operator, so that a busy machine
 slows both. An operator's fraction is its bytes per second over those of the copy of the same repetition; the table
-shows the median and the range of the middle half. Operators are called as a model calls them and allocate their results.
+shows the median and the range of the middle half. Operators are called as a model calls them and allocate their
+results.
 
 Bytes moved per token, in units of D elements (K streams):
 

@@ -74,6 +74,17 @@ inline void accumulate(const TX *x, A factor, A *sum, int64_t length) {
   for (int64_t i = 0; i < length; i++) sum[i] += factor * load(x[i]);
 }
 
+// The same for four rows, `stride` apart. Added in pairs, so that four or eight equal streams, read by 1/4 or 1/8 each,
+// give the stream exactly.
+template <class A, class TX>
+inline void accumulate_four(const TX *x, int64_t stride, const A *f, A *sum, int64_t length) {
+  const TX *x1 = x + stride, *x2 = x1 + stride, *x3 = x2 + stride;
+  const A f0 = f[0], f1 = f[1], f2 = f[2], f3 = f[3];
+#pragma omp simd
+  for (int64_t i = 0; i < length; i++)
+    sum[i] += (f0 * load(x[i]) + f1 * load(x1[i])) + (f2 * load(x2[i]) + f3 * load(x3[i]));
+}
+
 // accumulate() and dot() of one row in one loop
 template <class A, class TX>
 inline A accumulate_and_dot(const TX *x, A factor, A *sum, const A *v, int64_t length) {
@@ -125,7 +136,9 @@ void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, con
     for_blocks(d, [&](int64_t start, auto length) {
       const TX *row = x + t * k * d + start;
       A sum[WIDTH_BLOCK] = {};
-      for (int64_t s = 0; s < k; s++) accumulate(row + s * d, f[s], sum, length);
+      int64_t s = 0;
+      for (; s + 4 <= k; s += 4) accumulate_four(row + s * d, d, f + s, sum, length);
+      for (; s < k; s++) accumulate(row + s * d, f[s], sum, length);
       scale(sum, A(1), z + t * d + start, length);
     });
 }

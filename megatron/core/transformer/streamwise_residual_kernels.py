@@ -17,11 +17,7 @@ from torch import Tensor
 
 def read_forward(x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype) -> Tensor:
     """z_nd = sum_k f_k X_k."""
-    factors = factor_k.split(1)
-    sum_nd = x_nkd[:, 0] * factors[0]
-    for k in range(1, len(factors)):
-        sum_nd.addcmul_(x_nkd[:, k], factors[k])
-    return sum_nd.to(output_dtype)
+    return _mix(x_nkd.unbind(1), factor_k.split(1)).to(output_dtype)
 
 
 def read_backward(
@@ -70,6 +66,16 @@ def write_backward(
     grad_factor_k = None if u_nd is None else _dots(grads, [u_nd] * len(grads), factor_k.dtype)
     grad_retention_k = None if x_nkd is None else _dots(grads, x_nkd.unbind(1), factor_k.dtype)
     return grad_x_nkd, grad_u_nd, grad_factor_k, grad_retention_k
+
+
+def _mix(streams: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+    """Sum of factor * stream, halves first, so that 2, 4, 8... equal streams read by 1/K give the stream exactly."""
+    if len(streams) == 1:
+        return streams[0] * factors[0]
+    if len(streams) == 2:
+        return (streams[0] * factors[0]).addcmul_(streams[1], factors[1])
+    half = len(streams) // 2
+    return _mix(streams[:half], factors[:half]).add_(_mix(streams[half:], factors[half:]))
 
 
 def _dots(left: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.streamwise_residual_backends import StreamwiseKernels, streamwise_kernels
 from megatron.core.transformer.streamwise_residual_checks import (
@@ -170,6 +169,14 @@ def _accumulate_dtype(*inputs: Tensor | None) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
+def _refuse_second_derivative() -> None:
+    """RuntimeError where the backward is itself to be differentiated: grad mode is on in a backward only then."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The streamwise residual operators are differentiable once: create_graph=True is not supported."
+        )
+
+
 def _sigmoid_slope(logits_k: Tensor) -> Tensor:
     """sigmoid'(l) in fp64. It is even in l, and serves all three maps."""
     sigmoid_k = logits_k.double().sigmoid()
@@ -201,8 +208,8 @@ class _StreamwiseRead(torch.autograd.Function):
         return z_nd.view(*x.shape[:-1], z_nd.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
         x, read_p, factor_k = ctx.saved_tensors
         num_streams = factor_k.shape[0]
         kernels: StreamwiseKernels = ctx.kernels
@@ -254,8 +261,8 @@ class _StreamwiseWrite(torch.autograd.Function):
         return y_nkd.view(x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
         x, u, write_p, retention_p, factor_k, retention_k = ctx.saved_tensors
         needs_x, needs_u, needs_write = ctx.needs_input_grad[:3]
         if retention_k is None and not (needs_u or needs_write):
