@@ -8,8 +8,8 @@ that runs its cases one after another, each through the real trainer (`megatron.
     results["tp2-sp-fp32"].losses      results["tp2-sp-fp32"].gradients["decoder.layers.0.mlp.linear_fc1.weight"]
     results[CASES[0].reference]        # the same model on one process, with the same number of samples a step
 
-To add a model kind: put its flags into `MODELS` (`"wide4": MODELS["dense"] + ["--wide-residual", "4"]`) and rows into
-the table that you pass; a layout that needs another flag for that model takes it in `flags`.
+To add a model kind: put its flags into `MODELS` and rows into the table that you pass; a layout that needs another flag
+for that model takes it in `flags`.
 
 What always holds: a case and its reference load the same weights from one torch_dist checkpoint and see the same
 samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`,
@@ -41,7 +41,7 @@ BASE = [
     *("--make-vocab-size-divisible-by", "64", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--no-save-optim", "--no-save-rng"),
 ]
-TRAIN = ["--train-iters", str(STEPS), "--lr", "0.001", "--min-lr", "0.001", "--weight-decay", "0.1"]
+TRAIN = ["--lr", "0.001", "--min-lr", "0.001", "--weight-decay", "0.1", "--train-iters"]
 START = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--save-interval", "1"]
 
 MODELS: dict[str, list[str]] = {
@@ -57,7 +57,17 @@ MODELS: dict[str, list[str]] = {
         *("--normalization", "RMSNorm", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
     ],
 }
-PRECISIONS: dict[str, list[str]] = {"fp32": [], "bf16": ["--bf16"]}
+# Streams that differ clearly from the first step on, so that every controller has a gradient worth comparing.
+_WIDE = ["--wide-residual-streamwise-sigmoid-init-scale", "1.0", "--wide-residual"]
+_RETENTION = ["--wide-residual-learned-retention", "--wide-residual-retention-init", "0.97"]
+MODELS["wide4"] = [*MODELS["dense"], *_WIDE, "4"]
+MODELS["wide3-retention"] = [*MODELS["llama"], *_WIDE, "3", *_RETENTION]
+MODELS["wide2-moe"] = [*MODELS["moe"], *_WIDE, "2"]
+PRECISIONS: dict[str, list[str]] = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "bf16-fp32-residual": ["--bf16", "--fp32-residual-connection"],
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +88,13 @@ class Case:
 
 @dataclass
 class Result:
-    """What a case computed: loss and gradient norm of every step, and all gradients of the first step."""
+    """What a case computed: loss and gradient norm of every step, all gradients of the first step, and the padded
+    controllers of a wide model after the last."""
 
     losses: list[float]
     gradient_norms: list[float]
     gradients: dict[str, Any] = field(repr=False, default_factory=dict)
+    controllers: dict[str, Any] = field(repr=False, default_factory=dict)
 
 
 _TP = ("--tensor-model-parallel-size", "2")
@@ -102,26 +114,27 @@ _LAYOUTS: tuple[tuple[str, str, Sequence[str]], ...] = (
 CASES: tuple[Case, ...] = tuple(
     Case(f"{name}-{precision}", 2, flags, precision, model)
     for name, model, flags in _LAYOUTS
-    for precision in PRECISIONS
+    for precision in ("fp32", "bf16")
 )
 
 
-def run_cases(cases: Iterable[Case], folder: Path) -> dict[str, Result]:
+def run_cases(cases: Iterable[Case], folder: Path, steps: int = STEPS) -> dict[str, Result]:
     """Run the cases and their references; results by name. Raises AssertionError with the log's end when one fails."""
     cases = list(cases)
+    train = [*TRAIN, str(steps)]
     start: list[dict[str, Any]] = []
     for reference, model, precision in sorted({(case.reference, case.model, case.precision) for case in cases}):
         base = BASE + MODELS[model] + PRECISIONS[precision]
         weights = str(folder / f"weights-{model}-{precision}")
         start.append({"name": f"start-{model}-{precision}", "argv": [*base, *START, "--save", weights]})
-        start.append({"name": reference, "argv": base + TRAIN + _load(model, precision, folder)})
+        start.append({"name": reference, "argv": base + train + _load(model, precision, folder)})
     _launch(1, start, folder)
     for world_size in sorted({case.world_size for case in cases}):
         entries = [
             {
                 "name": case.name,
                 "argv": [
-                    *(*BASE, *MODELS[case.model], *PRECISIONS[case.precision], *TRAIN, *case.flags),
+                    *(*BASE, *MODELS[case.model], *PRECISIONS[case.precision], *train, *case.flags),
                     *_load(case.model, case.precision, folder),
                 ],
             }
@@ -159,14 +172,14 @@ def _read(name: str, folder: Path) -> Result:
     import torch
 
     numbers = json.loads((folder / f"{name}.json").read_text())
-    return Result(**numbers, gradients=torch.load(folder / f"{name}.pt"))
+    return Result(**numbers, **torch.load(folder / f"{name}.pt"))
 
 
 # ---- inside the launched processes ----
 
 
 class Recorder:
-    """Notes each step's loss and gradient norm, and the whole gradients of the first step."""
+    """Notes what a Result holds."""
 
     def __init__(self) -> None:
         self.result = Result([], [])
@@ -179,6 +192,7 @@ class Recorder:
             outcome = train_step(*args, **kwargs)
             self.result.losses.append(_last_rank_value(outcome[0].get("lm loss")))
             self.result.gradient_norms.append(float(outcome[5]))
+            self.result.controllers = whole_controllers(args[2])
             return outcome
 
         def observed_finalize(model: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +207,7 @@ class Recorder:
         import torch
 
         numbers = asdict(self.result)
-        torch.save(numbers.pop("gradients"), folder / f"{name}.pt")
+        torch.save({part: numbers.pop(part) for part in ("gradients", "controllers")}, folder / f"{name}.pt")
         (folder / f"{name}.json").write_text(json.dumps(numbers))
 
 
@@ -220,6 +234,26 @@ def whole_gradients(model: list[Any]) -> dict[str, Any]:
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, local)
     return {name: gradient for rank in reversed(gathered) for name, gradient in rank.items()}
+
+
+def whole_controllers(model: list[Any]) -> dict[str, Any]:
+    """The padded controllers of all ranks by their one-process name; ranks that hold the same one must agree."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    local = {
+        _one_process_name(chunk, name): parameter.detach().clone()
+        for chunk in unwrap_model(model)
+        for name, parameter in chunk.named_parameters()
+        if hasattr(parameter, "residual_controller")
+    }
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, local)
+    whole: dict[str, Any] = {}
+    for rank, controllers in enumerate(gathered):
+        for name, vector in controllers.items():
+            assert torch.equal(whole.setdefault(name, vector), vector), f"rank {rank} has another {name}"
+    return whole
 
 
 def _gather_optimizer_shards(chunk: Any) -> None:

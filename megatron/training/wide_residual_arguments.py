@@ -13,7 +13,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.transformer.wide_residual_config import WideResidualConfig
+from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE, WideResidualConfig
 
 # Sub-flags: attribute of the namespace -> field of WideResidualConfig.
 WIDE_RESIDUAL_SUBFLAGS = {
@@ -26,6 +26,8 @@ WIDE_RESIDUAL_SUBFLAGS = {
 # What a checkpoint stores of the stream layout and --use-checkpoint-args restores.
 WIDE_RESIDUAL_ARGUMENTS = ("wide_residual", *WIDE_RESIDUAL_SUBFLAGS)
 
+AUTO = "auto"
+
 _DEFAULTS = {field.name: field.default for field in fields(WideResidualConfig)}
 
 
@@ -37,6 +39,18 @@ def _stream_count(text: str) -> int:
     if count < 2:
         raise ArgumentTypeError(f"{count} is too few; 2 or more streams are wanted (leave the flag out for one)")
     return count
+
+
+def _block_size(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    try:
+        size = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f'{text!r} is no whole number; 1 or more layers, or "{AUTO}", are wanted') from None
+    if size < 1:
+        raise ArgumentTypeError(f'{size} is too few; 1 or more layers, or "{AUTO}", are wanted')
+    return size
 
 
 def add_wide_residual_args(parser: ArgumentParser) -> ArgumentParser:
@@ -79,12 +93,39 @@ def add_wide_residual_args(parser: ArgumentParser) -> ArgumentParser:
         help="Largest share of a stream that a write can ever forget "
         f"(default: {_DEFAULTS['retention_max_forget']:.2f}).",
     )
+    group.add_argument(
+        "--residual-stream-recompute-num-layers",
+        type=_block_size,
+        default=None,
+        metavar="N",
+        help="With --recompute-granularity selective --recompute-modules residual_stream: layers in a replay block, "
+        'whose reads, norms and writes are rebuilt together in the backward; "auto" takes the N of the least memory '
+        "(default: all layers of a pipeline stage as one block).",
+    )
     return parser
 
 
 def flag_of(attribute: str) -> str:
     """Return the command-line flag of an attribute of the namespace."""
     return "--" + attribute.replace("_", "-")
+
+
+def check_replay_arguments(args: Namespace) -> None:
+    """Raise ValueError for replay flags that have nothing to act on; the message names the flag."""
+    replays = RESIDUAL_STREAM_MODULE in (args.recompute_modules or ())
+    size = args.residual_stream_recompute_num_layers
+    if size is not None and not replays:
+        raise ValueError(
+            f"--residual-stream-recompute-num-layers {size} given without residual_stream among --recompute-modules; "
+            "add --recompute-granularity selective --recompute-modules residual_stream, or leave it out"
+        )
+    if replays and args.wide_residual is None:
+        raise ValueError("--recompute-modules residual_stream needs wide residual streams (--wide-residual K)")
+    if replays and args.recompute_granularity != "selective":
+        raise ValueError(
+            "--recompute-modules residual_stream needs --recompute-granularity selective; it is "
+            f"{args.recompute_granularity or 'not given'}"
+        )
 
 
 def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None:
@@ -106,8 +147,6 @@ def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None
     if not given.get("wide_residual_learned_retention"):
         bounds = [name for name in given if "retention_init" in name or "max_forget" in name]
         if bounds:
-            raise ValueError(
-                f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention"
-            )
+            raise ValueError(f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention")
     options: dict[str, Any] = {WIDE_RESIDUAL_SUBFLAGS[name]: value for name, value in given.items()}
     return WideResidualConfig(num_streams=args.wide_residual, **options)

@@ -28,7 +28,11 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
 from megatron.core.models.gpt.wide_residual_layer_specs import widen_layer_spec
-from megatron.core.transformer.wide_residual_config import WideResidualConfig, widen_transformer_config
+from megatron.core.transformer.wide_residual_config import (
+    RESIDUAL_STREAM_MODULE,
+    WideResidualConfig,
+    widen_transformer_config,
+)
 from megatron.training.model_summary import print_model_summary
 from megatron.training.wide_residual_arguments import wide_residual_config_from_args
 
@@ -117,7 +121,16 @@ class WideResidualGPTModelBuilder(GPTModelBuilder):
 
 def wide_gpt_model_config(args: Namespace, wide_residual: WideResidualConfig) -> WideResidualGPTModelConfig:
     """Return the model config of a wide GPT for Megatron's parsed arguments."""
-    transformer = widen_transformer_config(core_transformer_config_from_args(args), wide_residual)
+    modules = args.recompute_modules
+    replays = RESIDUAL_STREAM_MODULE in (modules or ())
+    if replays:  # Megatron refuses recompute modules that are not its own
+        args = Namespace(**{**vars(args), "recompute_modules": [m for m in modules if m != RESIDUAL_STREAM_MODULE]})
+    transformer = widen_transformer_config(
+        core_transformer_config_from_args(args),
+        wide_residual,
+        recompute_residual_stream=replays,
+        residual_stream_recompute_num_layers=args.residual_stream_recompute_num_layers,
+    )
     return gpt_config_from_args(args, config=transformer, model_config_cls=WideResidualGPTModelConfig)
 
 
