@@ -52,12 +52,13 @@ def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def _check_wide_residual(args: argparse.Namespace) -> None:
     """Restore the stream layout of a checkpoint where asked, and refuse one that cannot be."""
-    from megatron.training.wide_residual_arguments import wide_residual_config_from_args
+    from megatron.training.wide_residual_arguments import check_replay_arguments, wide_residual_config_from_args
     from megatron.training.wide_residual_checkpoint import restore_and_check_stream_layout
 
     with _as_choice_error():
         restore_and_check_stream_layout(args)
         wide_residual_config_from_args(args)
+        check_replay_arguments(args)
 
 
 @contextmanager
@@ -142,19 +143,22 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
     import torch
     from megatron.core.enums import ModelType
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.global_vars import get_tokenizer
     from megatron.training.training import pretrain, set_startup_timestamps
 
     from megatron.cpu.replacements import Replacements
     from megatron.patches import apply_patches, distributed_torch_adam, retention_weight_decay
+    from megatron.patches.offline_tokenizers import install_tokenizers
     from megatron.training.language_batches import forward_step
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     if store is None and "WORLD_SIZE" not in os.environ:
         store = torch.distributed.HashStore()  # alone: no address to meet at
-    args = parse_training_arguments(host)
-    check_corpus(args)
     with Replacements() as replaced:
+        install_tokenizers(replaced)
+        args = parse_training_arguments(host)
+        check_corpus(args, get_tokenizer())
         if distributed_torch_adam.is_needed():
             apply_patches(distributed_torch_adam.PATCHES, replaced)
         if args.wide_residual_learned_retention:
