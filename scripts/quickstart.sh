@@ -59,7 +59,7 @@ settings=(
     --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --use-distributed-optimizer
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer"
     --data-path "${prefix}_text_document" --data-cache-path "$run_dir/data/cache" --split "95,5,0"
-    --eval-iters 20 --eval-interval "$(at_least_1 $((train_iters / 4)))"
+    --eval-iters "$(at_least_1 $((train_iters / 15)))" --eval-interval "$(at_least_1 $((train_iters / 4)))"
     --save-interval "$(at_least_1 $((train_iters / 4)))"
     --log-interval "$(at_least_1 $((train_iters / 30)))" --log-throughput --log-timers-to-tensorboard --log-memory-to-tensorboard
     --wandb-project quickstart
