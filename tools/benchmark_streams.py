@@ -316,8 +316,9 @@ def print_table(args: argparse.Namespace, rates: dict[str, float], records: list
     copies = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items())
     where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
     table = Table(
+        padding=(0, 0),
         title=f"K={args.num_streams} D={args.hidden_size} tokens={args.tokens}, {where}, {args.repeats} repetitions",
-        caption=f"copy: {copies}. A model on this device uses: {auto}.",
+        caption=f"copy: {copies}; a model here uses: {auto}",
     )
     for column in ("dtype", "operator", "direction", "backend"):
         table.add_column(column, no_wrap=True)
