@@ -128,3 +128,22 @@ def pretrain_killed_after(
     log = "".join(lines)
     assert status == -signal.SIGKILL, f"{script} ended by itself (status {status}) before step {step}:\n{log[-6000:]}"
     return Run(status, log, exact_losses(events))
+
+
+RESUME_STEPS = 20
+
+
+def assert_resumes_bit_equal(
+    options: Sequence[str], folder: Path, *, whole: Run | None = None, kill_after: int = 7, save_interval: int = 5
+) -> None:
+    """Kill a run of RESUME_STEPS steps, start it again, and compare every later loss with an uninterrupted run's."""
+    whole = whole or pretrain(options, folder)
+    assert sorted(whole.losses) == list(range(1, RESUME_STEPS + 1)), "not every step's loss was written"
+    saving = [*options, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", str(save_interval)]
+    killed = pretrain_killed_after(kill_after, saving, folder)
+    assert RESUME_STEPS not in killed.logged_steps, "the run had ended before it could be killed"
+    saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved in range(save_interval, RESUME_STEPS, save_interval), f"nothing useful was saved: {saved}"
+    resumed = pretrain(saving, folder)
+    expected = {step: loss for step, loss in whole.losses.items() if step > saved}
+    assert resumed.losses == expected, "the resumed run's losses are not those of the uninterrupted run"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness_pretrain import TINY_GPT, Run, pretrain, pretrain_killed_after
+from harness_pretrain import RESUME_STEPS, TINY_GPT, Run, assert_resumes_bit_equal, pretrain
 
-STEPS, KILLED_AFTER, SAVE_INTERVAL = 20, 7, 5
-OPTIONS = [*TINY_GPT, "--train-iters", str(STEPS), "--attention-dropout", "0.2"]
+OPTIONS = [*TINY_GPT, "--train-iters", str(RESUME_STEPS), "--attention-dropout", "0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -17,25 +16,14 @@ def whole_fp32(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return pretrain(OPTIONS, tmp_path_factory.mktemp("whole"))
 
 
-def _assert_resumes_bit_equal(whole: Run, options: list[str], folder: Path) -> None:
-    assert sorted(whole.losses) == list(range(1, STEPS + 1)), "not every step's loss was written"
-    saving = [*options, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", str(SAVE_INTERVAL)]
-    killed = pretrain_killed_after(KILLED_AFTER, saving, folder)
-    assert STEPS not in killed.logged_steps, "the run had ended before it could be killed"
-    saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved in range(SAVE_INTERVAL, STEPS, SAVE_INTERVAL), f"nothing useful was saved: {saved}"
-    resumed = pretrain(saving, folder)
-    expected = {step: loss for step, loss in whole.losses.items() if step > saved}
-    assert resumed.losses == expected, "the resumed run's losses are not those of the uninterrupted run"
-
-
 def test_a_killed_fp32_run_resumes_bit_equal_with_dropout(whole_fp32: Run, tmp_path: Path) -> None:
-    _assert_resumes_bit_equal(whole_fp32, OPTIONS, tmp_path)
+    assert_resumes_bit_equal(OPTIONS, tmp_path, whole=whole_fp32)
 
 
-def test_a_killed_bf16_run_resumes_bit_equal_with_dropout(tmp_path: Path) -> None:
-    options = [*OPTIONS, "--bf16", "--use-distributed-optimizer"]
-    _assert_resumes_bit_equal(pretrain(options, tmp_path), options, tmp_path)
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_a_killed_run_with_the_distributed_optimizer_resumes_bit_equal(precision: list[str], tmp_path: Path) -> None:
+    options = [*OPTIONS, *precision, "--use-distributed-optimizer"]
+    assert_resumes_bit_equal(options, tmp_path)
 
 
 def test_dropout_is_at_work_in_these_runs(whole_fp32: Run, tmp_path: Path) -> None:

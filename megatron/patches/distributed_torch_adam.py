@@ -1,11 +1,16 @@
 """The distributed optimizer resumes with PyTorch's own Adam.
 
-With the fused optimizers of Transformer Engine and apex the step count belongs to a parameter group. PyTorch's Adam
-keeps one with each parameter, and two places of upstream's code are wrong for that in a resumed run: `state_dict()`
-fails on an optimizer that has not stepped yet, which is what a checkpoint is loaded into; and what `load_state_dict()`
-leaves in the parameters' state is not the count that was saved (one tensor shared by all, then overwritten by the
-parameter state's), so the next update has another bias correction. The optimizer class is named by the factory that
-builds it: no seam. Applied where neither package is installed, on any host.
+With the fused optimizers of Transformer Engine and apex the step count belongs to a parameter group. PyTorch's Adam,
+used where neither is installed, keeps one with each parameter, and upstream's class goes wrong on that in a resumed
+run:
+
+- `state_dict()` fails on an optimizer that has not stepped yet, which is what a checkpoint is loaded into.
+- Loading leaves another step count than the one that was saved (one tensor shared by all parameters, then overwritten
+  by a parameter's own), or fails because a checkpoint format has none for it; the next update then has another bias
+  correction.
+
+The optimizer class is named by the factory that builds it: no seam. Applied to runs with --use-distributed-optimizer,
+on any host; nothing changes where a fused optimizer is installed.
 """
 
 from __future__ import annotations
@@ -17,11 +22,20 @@ import torch
 
 from megatron.patches import UpstreamPatch
 
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
 
-def _with_state_of_step_zero(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    """Whether the step count is kept with each parameter: PyTorch's Adam, used where no fused one is installed."""
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return not HAVE_APEX_OR_TE and isinstance(optimizer, torch.optim.Adam)  # AdamW is an Adam
+
+
+def _with_state_before_the_first_step(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def state_dict_of_any_age(self: Any) -> Any:
         adam = self.optimizer
-        if isinstance(adam, torch.optim.Adam) and not adam.state:  # AdamW is an Adam
+        if _is_torch_adam(adam) and not adam.state:
             for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
                 adam.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32),
@@ -35,7 +49,7 @@ def _with_state_of_step_zero(state_dict: Callable[[Any], Any]) -> Callable[[Any]
 def _with_the_saved_step(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def load_state_dict_and_step(self: Any, state_dict: Any) -> None:
         load_state_dict(self, state_dict)
-        if not isinstance(self.optimizer, torch.optim.Adam):
+        if not _is_torch_adam(self.optimizer):
             return
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -44,15 +58,21 @@ def _with_the_saved_step(load_state_dict: Callable[[Any, Any], None]) -> Callabl
     return load_state_dict_and_step
 
 
-_MODULE = "megatron.core.optimizer.distrib_optimizer"
+def _without_a_step_of_its_own(set_states: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # None is passed over; `load_state_dict` sets the step afterwards, from the parameter's group.
+        set_states(self, model_param, {**tensors, "step": None} if _is_torch_adam(self.optimizer) else tensors)
+
+    return set_main_param_and_optimizer_states
+
 
 PATCHES = (
     UpstreamPatch(
         module=_MODULE,
         name="DistributedOptimizer.state_dict",
-        reason="fails before the first step with torch's Adam",
+        reason="fails before the first step of torch's Adam",
         source_sha256="fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",
-        make=_with_state_of_step_zero,
+        make=_with_state_before_the_first_step,
     ),
     UpstreamPatch(
         module=_MODULE,
@@ -61,11 +81,11 @@ PATCHES = (
         source_sha256="7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
         make=_with_the_saved_step,
     ),
+    UpstreamPatch(
+        module=_MODULE,
+        name="DistributedOptimizer._set_main_param_and_optimizer_states",
+        reason="demands a step of every checkpoint format",
+        source_sha256="40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
+        make=_without_a_step_of_its_own,
+    ),
 )
-
-
-def is_needed() -> bool:
-    """Whether upstream uses PyTorch's Adam here."""
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-
-    return not HAVE_APEX_OR_TE

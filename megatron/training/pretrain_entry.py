@@ -147,7 +147,12 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
     from megatron.training.training import pretrain, set_startup_timestamps
 
     from megatron.cpu.replacements import Replacements
-    from megatron.patches import apply_patches, distributed_torch_adam, retention_weight_decay
+    from megatron.patches import (
+        apply_patches,
+        distributed_fp32_parameters,
+        distributed_torch_adam,
+        retention_weight_decay,
+    )
     from megatron.patches.offline_tokenizers import install_tokenizers
     from megatron.training.language_batches import forward_step
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
@@ -159,8 +164,8 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
         install_tokenizers(replaced)
         args = parse_training_arguments(host)
         check_corpus(args, get_tokenizer())
-        if distributed_torch_adam.is_needed():
-            apply_patches(distributed_torch_adam.PATCHES, replaced)
+        if args.use_distributed_optimizer:
+            apply_patches((distributed_fp32_parameters.PATCH, *distributed_torch_adam.PATCHES), replaced)
         if args.wide_residual_learned_retention:
             apply_patches((retention_weight_decay.PATCH,), replaced)
         pretrain(
