@@ -8,14 +8,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -330,89 +323,3 @@ def test_lengths_times_itemsize_is_the_size_of_bin(tmp_path: Path, vocab_size: i
 def test_a_document_of_one_token_is_kept(run: Tool, tmp_path: Path) -> None:
     assert run(harness.write_jsonl(tmp_path / "in.jsonl", ["5", "6 7", "8"]))[0] == 0
     assert run.documents() == [[5], [6, 7], [8]]
-
-
-# Processes
-
-
-def test_help_needs_neither_torch_nor_megatron() -> None:
-    code = (
-        "import sys, runpy\n"
-        "sys.argv = [sys.argv[1], '--help']\n"
-        "sys.path[0] = sys.argv[0].rpartition('/')[0]\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "assert not {'torch', 'megatron', 'datasets', 'transformers'} & set(sys.modules)\n"
-    )
-    for name in ("preprocess_data.py", "train_tokenizer.py"):
-        path = str(harness.ROOT / "tools" / name)
-        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "--json-keys" in done.stdout
-
-
-def test_interrupt_terminate_and_kill_leave_no_output_and_no_process(tmp_path: Path) -> None:
-    """Real processes, forked from this one to save them the imports, each hit in the middle of its work."""
-    path = tmp_path / "in.jsonl"
-    with path.open("wb") as stream:
-        for _ in range(20):
-            stream.write((json.dumps({"text": "word " * 2000}) + "\n").encode() * 200)
-    harness.tokenizer_for("ByteLevelTokenizer")  # imports what the tool imports
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        folder, log = tmp_path / number.name, tmp_path / f"{number.name}.log"
-        folder.mkdir()
-        process = multiprocessing.get_context("fork").Process(target=_run_in_session, args=(path, folder, log))
-        process.start()
-        assert process.pid is not None
-        _wait_until(partial(_is_writing, log), "documents are being written")
-        assert [name.startswith(".out.unfinished-") for name in os.listdir(folder)] == [True]
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does: to the workers too
-        else:
-            os.kill(process.pid, number)
-        process.join(60)
-        left = os.listdir(folder)
-        if number == signal.SIGKILL:
-            assert process.exitcode == -signal.SIGKILL
-            assert all(name.startswith(".out.unfinished-") for name in left), left
-        else:
-            assert (process.exitcode, left) == (130, []), (log.read_text(), left)
-            assert log.read_text().endswith("interrupted; nothing was written\n")
-            assert "Traceback" not in log.read_text()
-        _wait_until(partial(_session_ended, process.pid), "no worker outlives the tool")
-
-
-def _run_in_session(path: Path, folder: Path, log: Path) -> None:
-    os.setsid()
-    with log.open("w", buffering=1) as sys.stderr:
-        argv = ["--input", str(path), "--output-prefix", str(folder / "out"), "--workers", "2", "--log-interval", "200"]
-        os._exit(harness.tool("preprocess_data").main([*argv, *BYTES]))
-
-
-def _is_writing(log: Path) -> bool:
-    return log.exists() and "documents/s" in log.read_text()
-
-
-def _session_ended(session: int) -> bool:
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def _wait_until(holds: Callable[[], bool], what: str) -> None:
-    for _ in range(600):
-        if holds():
-            return
-        time.sleep(0.1)
-    pytest.fail(f"waited in vain: {what}")
-
-
-def test_a_killed_worker_is_an_error_not_a_hang(run: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training.data import preprocess
-
-    monkeypatch.setattr(preprocess._ChunkEncoder, "encode", lambda self, chunk: os._exit(9))
-    status, _, err = run(_write(tmp_path, "in.jsonl", GOOD))
-    assert (status, "worker process was killed" in err) == (2, True)
-    assert run.outputs() == []

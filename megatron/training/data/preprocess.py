@@ -13,7 +13,10 @@ stops the run with its path:line, or with `skip_bad_records` is left out, counte
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -143,14 +146,12 @@ def _encode_in_worker(chunk: RecordChunk) -> _EncodedChunk:
     return _encoder.encode(chunk)
 
 
-def _start_worker() -> None:
-    """Leave ^C to the parent, and end with it: a worker whose parent was killed would wait for work for ever."""
-    import multiprocessing
-    import multiprocessing.connection
-    import signal
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+def _start_worker() -> None:
+    """End with the parent: a worker whose parent was killed would wait for work for ever."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -162,15 +163,36 @@ def _start_worker() -> None:
 
 
 @contextmanager
-def _worker_pool(encoder: _ChunkEncoder, workers: int) -> Iterator[ProcessPoolExecutor]:
-    import multiprocessing
+def _signals_for_workers() -> Iterator[None]:
+    """Fork in this block: the workers leave ^C to the parent and die of SIGTERM from their first moment on.
 
+    Set in the worker it would be too late: a Python handler that it inherits can raise where Python swallows it (in a
+    fork callback), and the pool, which terminates its workers when one was killed, would wait for that worker for ever.
+    Signals for the parent wait until the block ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; a library caller with handlers of its own has none of ours
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    before = (signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _worker_pool(encoder: _ChunkEncoder, workers: int) -> Iterator[ProcessPoolExecutor]:
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"), initializer=_start_worker)
     try:
-        pool.submit(os.getpid).result()  # forks all workers here, before this process starts its reader threads
+        with _signals_for_workers():
+            first = pool.submit(os.getpid)  # forks all workers, before this process starts its reader threads
+        first.result()
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
