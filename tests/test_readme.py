@@ -51,8 +51,8 @@ def test_every_command_of_the_readme_runs_in_the_order_shown(newcomer: Path) -> 
             timeout=600,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert (newcomer / "loss.png").is_file()
-    assert (newcomer / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "50"
+    assert (newcomer / "runs/mine/loss.png").is_file()
+    assert (newcomer / "runs/mine/checkpoints/latest_checkpointed_iteration.txt").read_text() == "50"
 
 
 @pytest.mark.parametrize(("command", "file"), RUN_ELSEWHERE.items())
