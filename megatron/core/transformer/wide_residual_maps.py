@@ -19,6 +19,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.core.transformer.streamwise_residual_ops import (
+    sigmoid_read_factors,
+    sigmoid_retention_factors,
+    sigmoid_write_factors,
+)
 from megatron.core.transformer.wide_residual_config import require_wide_residual_config
 
 _MIN_CONTROLLER_NUMEL = 128
@@ -156,8 +161,8 @@ class StreamwiseSigmoidMap(_Controller):
 
     def factors(self) -> Tensor:
         """Return one positive factor for every full-width residual stream: [K], fp32."""
-        factor_k = torch.sigmoid(_active_vector(self.logit, self.num_streams))
-        return factor_k if self.map_kind == "read" else 2 * factor_k
+        to_factors = sigmoid_read_factors if self.map_kind == "read" else sigmoid_write_factors
+        return to_factors(_active_vector(self.logit, self.num_streams), self.num_streams)
 
     def forward(self, *, return_logits: bool = False) -> Tensor:
         """Return padded logits ([128], for the operators) or one positive factor per full-width stream ([K])."""
@@ -195,7 +200,8 @@ class LearnedWideResidualRetention(_Controller):
 
     def factors(self) -> Tensor:
         """Return one FP32 retention factor for every full-width stream: [K], 1 - F < g_k < 1."""
-        return 1.0 - self.max_forget * torch.sigmoid(-_active_vector(self.retention_logit, self.num_streams))
+        logit_k = _active_vector(self.retention_logit, self.num_streams)
+        return sigmoid_retention_factors(logit_k, self.num_streams, self.max_forget)
 
     def forward(self, *, return_logits: bool = False) -> Tensor:
         """Return padded logits ([128], for the operators) or materialized retention factors ([K])."""
