@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_model_config
 from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
@@ -88,12 +87,8 @@ class WideResidualGPTModelBuilder(GPTModelBuilder):
         )
 
     def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> WideResidualGPTModel:
+        self, pg_collection: Any, pre_process: Any = None, post_process: Any = None, vp_stage: Any = None
+    ) -> Any:
         """Build one stage. Arguments as GPTModelBuilder.build_model."""
         config = self._model_config
         vp_size = config.transformer.virtual_pipeline_model_parallel_size

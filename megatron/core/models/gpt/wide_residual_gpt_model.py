@@ -48,17 +48,10 @@ class WideResidualGPTModel(GPTModel):
         TypeError: a layer class that knows one residual stream only.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        transformer_layer_spec: ModuleSpec,
-        vocab_size: int,
-        max_sequence_length: int,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
         wide_residual = require_wide_residual_config(config, type(self).__name__)
         _check_layer_specs(transformer_layer_spec)
-        super().__init__(config, transformer_layer_spec, vocab_size, max_sequence_length, **kwargs)
+        super().__init__(config, transformer_layer_spec, *args, **kwargs)
         self.num_streams = wide_residual.num_streams
         if self.decoder.final_layernorm is not None:
             self.decoder.residual_stream_readout = build_wide_residual_readout(config)
