@@ -4,9 +4,9 @@
 # set-up; on a machine with a GPU the same commands use it.
 #
 #   ./scripts/quickstart.sh
-#   STREAMS=2 TRAIN_ITERS=600 RUN_DIR=runs/longer ./scripts/quickstart.sh
+#   STREAMS=2 TRAIN_ITERS=1000 RUN_DIR=runs/longer ./scripts/quickstart.sh
 #
-#   TRAIN_ITERS  steps of each run, 2048 tokens each (default 300)
+#   TRAIN_ITERS  steps of each run, 2048 tokens each (default 200)
 #   STREAMS      residual streams of the wide model (default 4)
 #   RUN_DIR      where everything is written (default runs/quickstart)
 #
@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-train_iters=${TRAIN_ITERS:-300}
+train_iters=${TRAIN_ITERS:-200}
 streams=${STREAMS:-4}
 run_dir=${RUN_DIR:-runs/quickstart}
 python=.venv/bin/python
