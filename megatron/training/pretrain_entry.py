@@ -134,6 +134,25 @@ def gpt_model_config(args: argparse.Namespace) -> Any:
         return gpt_model_config_from_args(args)
 
 
+def _patches_of_run(args: argparse.Namespace) -> list[Any]:
+    """What has to be different in upstream for a run with these arguments."""
+    from megatron.patches import (
+        distributed_fp32_parameters,
+        distributed_torch_adam,
+        mixed_parameter_dtypes,
+        retention_weight_decay,
+    )
+
+    patches: list[Any] = []
+    if args.use_distributed_optimizer:
+        patches += [distributed_fp32_parameters.PATCH, *distributed_torch_adam.PATCHES]
+    if args.wide_residual is not None:
+        patches += mixed_parameter_dtypes.PATCHES
+    if args.wide_residual_learned_retention:
+        patches.append(retention_weight_decay.PATCH)
+    return patches
+
+
 def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = None) -> None:
     """Parse the arguments and run upstream's trainer on this host.
 
@@ -147,12 +166,7 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
     from megatron.training.training import pretrain, set_startup_timestamps
 
     from megatron.cpu.replacements import Replacements
-    from megatron.patches import (
-        apply_patches,
-        distributed_fp32_parameters,
-        distributed_torch_adam,
-        retention_weight_decay,
-    )
+    from megatron.patches import apply_patches
     from megatron.patches.offline_tokenizers import install_tokenizers
     from megatron.training.language_batches import forward_step
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
@@ -164,10 +178,7 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
         install_tokenizers(replaced)
         args = parse_training_arguments(host)
         check_corpus(args, get_tokenizer())
-        if args.use_distributed_optimizer:
-            apply_patches((distributed_fp32_parameters.PATCH, *distributed_torch_adam.PATCHES), replaced)
-        if args.wide_residual_learned_retention:
-            apply_patches((retention_weight_decay.PATCH,), replaced)
+        apply_patches(_patches_of_run(args), replaced)
         pretrain(
             pretrain_cfg_container_from_args(args, model_config_from_args(args)),
             train_valid_test_datasets_provider,

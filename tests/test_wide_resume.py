@@ -1,0 +1,86 @@
+"""pretrain_gpt.py on wide streams: resumed bit for bit after a kill, layouts guarded on load, bad flags refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness_pretrain import RESUME_STEPS, TINY_GPT, assert_resumes_bit_equal, pretrain
+
+WIDE = [*TINY_GPT, "--train-iters", str(RESUME_STEPS), "--wide-residual"]
+REPLAY = ["--recompute-granularity", "selective", "--recompute-modules", "residual_stream"]
+OPTIMIZER = ["--use-distributed-optimizer"]
+RUNS = {
+    "fp32": [*WIDE, "4"],
+    "fp32-distributed-optimizer-retention": [*WIDE, "3", "--wide-residual-learned-retention", *OPTIMIZER],
+    "bf16-replay": [*WIDE, "4", "--bf16", *REPLAY, "--residual-stream-recompute-num-layers", "1"],
+    "bf16-distributed-optimizer-fp32-residual": [*WIDE, "4", "--bf16", "--fp32-residual-connection", *OPTIMIZER],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_wide_run_resumes_bit_equal(name: str, tmp_path: Path) -> None:
+    assert_resumes_bit_equal(RUNS[name], tmp_path, kill_after=10)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 streams with retention after 2 steps."""
+    folder = tmp_path_factory.mktemp("layout")
+    options = [*TINY_GPT, "--wide-residual", "4", "--wide-residual-learned-retention", "--train-iters", "3"]
+    run = pretrain([*options, "--save", "checkpoints", "--save-interval", "2", "--exit-interval", "2"], folder)
+    controllers = 4 * (2 * 2 * 3 + 1)
+    assert f"+ {controllers:,} controllers" in run.log, "the summary does not count the controllers"
+    assert "residual: 4 streams of width 64 (256 carried" in run.log
+    return folder / "checkpoints"
+
+
+def test_use_checkpoint_args_restores_the_stream_layout(checkpoint: Path, tmp_path: Path) -> None:
+    options = [*TINY_GPT, "--train-iters", "3", "--load", str(checkpoint), "--use-checkpoint-args"]
+    run = pretrain(options, tmp_path)
+    assert "residual: 4 streams" in run.log
+    assert sorted(run.losses) == [3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ([], "has 4 streams"),
+        (["--wide-residual", "3", "--wide-residual-learned-retention"], "this run asks for 3 streams"),
+        (["--wide-residual", "4"], "this run asks for 4 streams, write spread 0.01 at the start, no retention"),
+        (["--wide-residual", "3", "--use-checkpoint-args"], "--wide-residual is 3 on the command line and 4 in the"),
+    ],
+    ids=["ordinary", "other-count", "no-retention", "contradiction"],
+)
+def test_checkpoint_of_another_layout_is_refused(
+    checkpoint: Path, tmp_path: Path, flags: list[str], reason: str
+) -> None:
+    run = pretrain([*TINY_GPT, *flags, "--train-iters", "3", "--load", str(checkpoint)], tmp_path, expect_status=2)
+    assert reason in run.log, run.log[-2000:]
+    assert "Traceback" not in run.log
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--wide-residual-learned-retention"], "--wide-residual-learned-retention given without --wide-residual"),
+        (["--wide-residual", "4", "--residual-stream-recompute-num-layers", "2"], "without residual_stream among"),
+        (REPLAY, "needs wide residual streams"),
+        (["--wide-residual", "4", "--recompute-modules", "residual_stream"], "needs --recompute-granularity selective"),
+        (["--wide-residual", "4", "--mtp-num-layers", "1"], "--mtp-num-layers"),
+        (["--wide-residual", "1"], "2 or more streams are wanted"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_flags_that_cannot_work_end_the_run_with_status_2(tmp_path: Path, flags: list[str], reason: str) -> None:
+    run = pretrain([*TINY_GPT, *flags, "--train-iters", "1"], tmp_path, expect_status=2)
+    assert reason in run.log, run.log[-2000:]
+    assert "Traceback" not in run.log
+
+
+def test_training_with_replay_is_bit_equal_to_training_without(tmp_path: Path) -> None:
+    options = [*TINY_GPT, "--train-iters", "30", "--wide-residual", "4"]
+    without = pretrain(options, tmp_path)
+    replayed = pretrain([*options, *REPLAY, "--residual-stream-recompute-num-layers", "1"], tmp_path)
+    assert len(without.losses) == 30
+    assert replayed.losses == without.losses
