@@ -4,7 +4,8 @@ Upstream's defaults expect Transformer Engine, apex and a GPU. `set_local_defaul
 defaults for what is absent, so an option that the user gives always wins; `check_local_choices(args, host)` refuses an
 explicit option that cannot work here, naming it and the remedy; `describe_local_defaults(...)` is the one log line.
 
-What always holds: with everything installed and a GPU, no default changes. No option that the user gave is altered.
+What always holds: with everything installed and a GPU, no default changes but that of --eval-interval, which has none
+upstream. No option that the user gave is altered.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def _no_gradient_kernel(found: Surroundings) -> bool:
     return not found.fused_gradient_kernel and not found.transformer_engine
 
 
+DEFAULT_EVAL_INTERVAL = 1000
 _CPU_HOST = "a GPU"
 LOCAL_DEFAULTS: tuple[LocalDefault, ...] = (
     LocalDefault("transformer_impl", "local", "--transformer-impl", "transformer-engine", _no_engine, True),
@@ -95,6 +97,7 @@ LOCAL_DEFAULTS: tuple[LocalDefault, ...] = (
 # Options that are off by default and cannot work when what they need is absent: (dest, flag, needs, absent).
 _OPT_IN: tuple[tuple[str, str, str, Callable[[Surroundings], bool]], ...] = (
     ("fp8", "--fp8-format", "transformer-engine", _no_engine),
+    ("multi_latent_attention", "--multi-latent-attention", "transformer-engine", _no_engine),
     ("fp4", "--fp4-format", "transformer-engine", _no_engine),
     ("moe_grouped_gemm", "--moe-grouped-gemm", _CPU_HOST, _on_cpu),
     ("moe_permute_fusion", "--moe-permute-fusion", "transformer-engine", _no_engine),
@@ -127,6 +130,9 @@ def set_local_defaults(parser: argparse.ArgumentParser, host: str) -> list[Local
     found = Surroundings.find(host)
     changed = [default for default in LOCAL_DEFAULTS if default.absent(found)]
     parser.set_defaults(**{default.dest: default.value for default in changed})
+    if parser.get_default("eval_interval") is None:
+        # Upstream has no value, on any machine, and its trainer divides by it.
+        parser.set_defaults(eval_interval=DEFAULT_EVAL_INTERVAL)
     return changed
 
 
@@ -158,10 +164,23 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
     for dest, flag in _NOT_SERVED:
         if getattr(args, dest, None):
             raise LocalChoiceError(f"{flag} is not served by this script: leave the option out.")
+    _check_recompute_modules(args, found)
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "
             f"--transformer-impl local cannot split a sequence. Use 1."
+        )
+
+
+def _check_recompute_modules(args: argparse.Namespace, found: Surroundings) -> None:
+    """Refuse two recompute modules that megatron-core 0.19.2 cannot run as asked."""
+    modules = args.recompute_modules or ()
+    if "layernorm" in modules and _no_engine(found):
+        raise LocalChoiceError("--recompute-modules layernorm needs transformer-engine: leave layernorm out.")
+    if "mlp" in modules and args.add_bias_linear:
+        # The checkpointed MLP returns its bias parameter, which so becomes an output of its own checkpoint.
+        raise LocalChoiceError(
+            "--recompute-modules mlp recurses for ever with linear biases: add --disable-bias-linear, or leave mlp out."
         )
 
 
