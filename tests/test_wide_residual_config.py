@@ -101,7 +101,7 @@ def test_heterogeneous_config_cannot_be_widened() -> None:
 
 def test_widening_keeps_every_attribute_and_leaves_the_original() -> None:
     config = TransformerConfig(**SIZES)
-    config.yarn_mscale = 1.5  # type: ignore[attr-defined]  # set after construction, as Megatron does
+    config.yarn_mscale = 1.5  # set after construction, as Megatron does
     before = dict(config.__dict__)
     wide = widen_transformer_config(config, WideResidualConfig(4))
     assert isinstance(wide, WideResidualTransformerConfig)
