@@ -17,6 +17,10 @@ if __name__ == "__main__":
     warnings.filterwarnings(
         "ignore", message="(Transformer Engine and )?Apex (is|are) not|Only transformer-engine|Could not determine rank"
     )
+    try:
+        import megatron  # noqa: F401  # refuses an unsuitable Python or megatron-core in one sentence
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     from megatron.training.pretrain_entry import gpt_model_config, main
 
     sys.exit(main(gpt_model_config))

@@ -229,10 +229,36 @@ def test_missing_unexpected_and_doubled_controllers_fail_strictly(layout: str) -
         assert fault
 
 
-def test_checkpoint_of_more_streams_is_refused_although_its_shapes_fit() -> None:
+@pytest.mark.parametrize("other", [2, 3, 5, 8])
+@pytest.mark.parametrize("trained", [False, True])
+def test_checkpoint_of_another_stream_count_is_refused_although_its_shapes_fit(other: int, trained: bool) -> None:
+    state = trained_state(retention=False) if trained else build_gpt(4).state_dict()
+    with pytest.raises(ValueError, match=rf"holds values for 4 streams, this model has {other}"):
+        build_gpt(other).load_state_dict(state, strict=True)
+    reverse = r"holds values for [0-9] streams, this model has 4"
+    with pytest.raises(ValueError, match=reverse):
+        build_gpt(4).load_state_dict(build_gpt(other).state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 4, 5])
+def test_checkpoint_of_the_same_stream_count_loads_from_the_first_step_on(num_streams: int) -> None:
+    build_gpt(num_streams, seed=5).load_state_dict(build_gpt(num_streams).state_dict(), strict=True)
+
+
+def test_controllers_that_are_not_finite_are_refused() -> None:
     state = trained_state(retention=False)
-    with pytest.raises(ValueError, match=r"holds values for at least 4 streams, this model has 3.*--wide-residual 4"):
-        build_gpt(3).load_state_dict(state, strict=True)
+    state[next(key for key in state if "write_map" in key)][100] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        build_gpt(4).load_state_dict(state, strict=True)
+
+
+def test_reads_of_another_width_are_refused() -> None:
+    for module in (
+        StreamwiseSigmoidResidualReadout(wide_config(4)),
+        StreamwiseSigmoidWideResidualRead(wide_config(4), 1, "moe"),
+    ):
+        with pytest.raises(ValueError, match="a last dimension of 256 is wanted"):
+            module(torch.ones(5, 2, 64))
 
 
 def test_start_of_the_read_map_is_exact() -> None:

@@ -18,6 +18,7 @@ from megatron.training.training import destroy_global_state
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
 from megatron.training.pretrain_entry import gpt_model_config, parse_training_arguments
+from megatron.training.stream_memory import best_block_size
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +51,13 @@ def test_without_the_flag_the_model_is_upstreams_own(monkeypatch: pytest.MonkeyP
 
 def test_with_the_flag_the_model_is_wide_and_its_base_weights_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = ["--recompute-granularity=selective", "--recompute-modules=residual_stream"]
-    flags = ["--wide-residual=3", *replay, "--residual-stream-recompute-num-layers=2"]
+    flags = ["--wide-residual=3", *replay, "--residual-stream-recompute-num-layers=auto"]
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY_GPT, "--train-iters", "1", *flags])
     args = parse_training_arguments("cpu")
     wide = build(gpt_model_config(args))
     assert type(wide) is WideResidualGPTModel
     assert wide.config.recompute_modules == ["residual_stream"]
-    assert wide.config.residual_stream_recompute_num_layers == 2
+    assert wide.config.residual_stream_recompute_num_layers == best_block_size(2, 3)
     args.recompute_modules, args.recompute_granularity = None, None
     upstreams = build(gpt_config_from_args(args))
     found = dict(wide.named_parameters())

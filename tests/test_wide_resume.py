@@ -19,6 +19,7 @@ RUNS = {
     "fp32-distributed-optimizer-retention": [*WIDE, "3", "--wide-residual-learned-retention", *OPTIMIZER],
     "bf16-replay": [*WIDE, "4", "--bf16", *REPLAY, "--residual-stream-recompute-num-layers", "1"],
     "bf16-distributed-optimizer-fp32-residual": [*WIDE, "4", "--bf16", "--fp32-residual-connection", *OPTIMIZER],
+    "bf16-distributed-optimizer-plain-format": [*WIDE, "3", "--bf16", *OPTIMIZER, "--ckpt-format", "torch"],
 }
 
 
@@ -48,7 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_use_checkpoint_args_restores_the_stream_layout(checkpoint: Path, tmp_path: Path) -> None:
-    options = [*TINY_GPT, "--train-iters", "3", "--load", str(checkpoint), "--use-checkpoint-args"]
+    # A flag that says what the checkpoint has by default is no contradiction.
+    same = ["--wide-residual-streamwise-sigmoid-init-scale", "0.01"]
+    options = [*TINY_GPT, *same, "--train-iters", "3", "--load", str(checkpoint), "--use-checkpoint-args"]
     run = pretrain(options, tmp_path)
     assert "residual: 4 streams" in run.log
     assert sorted(run.losses) == [3]
@@ -86,6 +89,12 @@ def test_refused_checkpoint_ends_the_run_with_status_2_and_one_line(checkpoint: 
         (REPLAY, "needs wide residual streams"),
         (["--wide-residual", "4", "--recompute-modules", "residual_stream"], "needs --recompute-granularity selective"),
         (["--wide-residual", "4", "--mtp-num-layers", "1"], "--mtp-num-layers"),
+        (["--wide-residual", "4", "--num-experts", "4"], "needs --disable-bias-linear"),
+        (["--wide-residual", "4", "--save", "checkpoints"], "--save needs --save-interval"),
+        (
+            ["--wide-residual", "4", "--wide-residual-streamwise-sigmoid-init-scale", "-1"],
+            "--wide-residual-streamwise-sigmoid-init-scale is -1.0",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

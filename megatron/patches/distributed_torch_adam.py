@@ -11,6 +11,10 @@ run:
 
 The optimizer class is named by the factory that builds it: no seam. Applied to runs with --use-distributed-optimizer,
 on any host; nothing changes where a fused optimizer is installed.
+
+One fault is not of PyTorch's Adam: the main copy of a parameter that is fp32 in the model, such as every controller of
+wide residual streams, is a view of the parameter itself, and a loaded state is written into it with gradients enabled,
+which PyTorch refuses. With this patch the write runs without gradients.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ def _with_the_saved_step(load_state_dict: Callable[[Any, Any], None]) -> Callabl
 def _without_a_step_of_its_own(set_states: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         # None is passed over; `load_state_dict` sets the step afterwards, from the parameter's group.
-        set_states(self, model_param, {**tensors, "step": None} if _is_torch_adam(self.optimizer) else tensors)
+        with torch.no_grad():
+            set_states(self, model_param, {**tensors, "step": None} if _is_torch_adam(self.optimizer) else tensors)
 
     return set_main_param_and_optimizer_states
 
@@ -84,7 +89,7 @@ PATCHES = (
     UpstreamPatch(
         module=_MODULE,
         name="DistributedOptimizer._set_main_param_and_optimizer_states",
-        reason="demands a step of every checkpoint format",
+        reason="demands a step of every checkpoint format, writes into views of fp32 parameters with gradients on",
         source_sha256="40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
         make=_without_a_step_of_its_own,
     ),

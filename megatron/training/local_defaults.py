@@ -165,6 +165,13 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
         if getattr(args, dest, None):
             raise LocalChoiceError(f"{flag} is not served by this script: leave the option out.")
     _check_recompute_modules(args, found)
+    if args.save is not None and args.save_interval is None:
+        raise LocalChoiceError("--save needs --save-interval: give the number of steps between two checkpoints.")
+    if args.num_experts is not None and args.add_bias_linear and _no_engine(found):
+        raise LocalChoiceError(
+            "--num-experts without transformer-engine needs --disable-bias-linear: the experts of --transformer-impl "
+            "local cannot add linear biases."
+        )
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "

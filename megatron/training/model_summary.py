@@ -55,7 +55,7 @@ def residual_line(config: object) -> str:
     fp32_stream = config.fp32_residual_connection  # type: ignore[attr-defined]
     dtype = torch.float32 if fp32_stream else config.params_dtype  # type: ignore[attr-defined]
     branch_bytes = width * dtype.itemsize * BRANCHES_PER_LAYER
-    # DESIGN section 3, in units of D per branch: the ordinary stream moves 3, the wide one 3K + 2.
+    # In units of D per branch: the ordinary stream moves 3, the wide one 3K + 2.
     return (
         f"residual: {streams} streams of width {width} ({streams * width:,} carried, {dtype}); per token and layer "
         f"{(streams - 1) * branch_bytes:,} more bytes of activations, {(3 * streams - 1) * branch_bytes:,} more bytes "

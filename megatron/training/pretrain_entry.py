@@ -137,7 +137,6 @@ def gpt_model_config(args: argparse.Namespace) -> Any:
 def _patches_of_run(args: argparse.Namespace) -> list[Any]:
     """What has to be different in upstream for a run with these arguments."""
     from megatron.patches import (
-        distributed_fp32_parameters,
         distributed_torch_adam,
         mixed_parameter_dtypes,
         retention_weight_decay,
@@ -145,7 +144,7 @@ def _patches_of_run(args: argparse.Namespace) -> list[Any]:
 
     patches: list[Any] = []
     if args.use_distributed_optimizer:
-        patches += [distributed_fp32_parameters.PATCH, *distributed_torch_adam.PATCHES]
+        patches += distributed_torch_adam.PATCHES
     if args.wide_residual is not None:
         patches += mixed_parameter_dtypes.PATCHES
     if args.wide_residual_learned_retention:

@@ -9,6 +9,7 @@ namespace, so that a checkpoint's values can be told from the command line's.
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import fields
 from typing import Any
@@ -110,6 +111,11 @@ def flag_of(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
+def default_of(attribute: str) -> Any:
+    """Return what an argument that was not given stands for (None for --wide-residual itself)."""
+    return _DEFAULTS.get(WIDE_RESIDUAL_SUBFLAGS.get(attribute, ""))
+
+
 def check_replay_arguments(args: Namespace) -> None:
     """Raise ValueError for replay flags that have nothing to act on; the message names the flag."""
     replays = RESIDUAL_STREAM_MODULE in (args.recompute_modules or ())
@@ -147,6 +153,15 @@ def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None
     if not given.get("wide_residual_learned_retention"):
         bounds = [name for name in given if "retention_init" in name or "max_forget" in name]
         if bounds:
-            raise ValueError(f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention")
+            raise ValueError(
+                f"{', '.join(map(flag_of, bounds))} given without --wide-residual-learned-retention; add it, or leave "
+                f"{'it' if len(bounds) == 1 else 'them'} out"
+            )
     options: dict[str, Any] = {WIDE_RESIDUAL_SUBFLAGS[name]: value for name, value in given.items()}
-    return WideResidualConfig(num_streams=args.wide_residual, **options)
+    try:
+        return WideResidualConfig(num_streams=args.wide_residual, **options)
+    except ValueError as error:
+        message = str(error)
+        for attribute, field in WIDE_RESIDUAL_SUBFLAGS.items():
+            message = re.sub(rf"\b{field}\b", flag_of(attribute), message)
+        raise ValueError(message) from error

@@ -33,7 +33,8 @@ from megatron.core.transformer.wide_residual_config import (
     widen_transformer_config,
 )
 from megatron.training.model_summary import print_model_summary
-from megatron.training.wide_residual_arguments import wide_residual_config_from_args
+from megatron.training.stream_memory import best_block_size
+from megatron.training.wide_residual_arguments import AUTO, wide_residual_config_from_args
 
 # Fields of GPTModelConfig that GPTModel takes under the same name.
 _MODEL_OPTIONS = (
@@ -114,17 +115,34 @@ class WideResidualGPTModelBuilder(GPTModelBuilder):
         return super().build_distributed_models(*args, **kwargs)
 
 
+def _best_block_size(args: Namespace) -> int:
+    """Choose the replay block of the least memory, and say so on rank 0."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    num_layers = max(args.num_layers // (args.pipeline_model_parallel_size * chunks), 1)
+    best = best_block_size(num_layers, args.wide_residual, chunks=chunks)
+    if args.rank == 0:
+        print(
+            f"> replay: blocks of {best} of the {num_layers} layers of a model chunk hold the least "
+            "(--residual-stream-recompute-num-layers auto)",
+            flush=True,
+        )
+    return best
+
+
 def wide_gpt_model_config(args: Namespace, wide_residual: WideResidualConfig) -> WideResidualGPTModelConfig:
     """Return the model config of a wide GPT for Megatron's parsed arguments."""
     modules = args.recompute_modules
     replays = RESIDUAL_STREAM_MODULE in (modules or ())
     if replays:  # Megatron refuses recompute modules that are not its own
         args = Namespace(**{**vars(args), "recompute_modules": [m for m in modules if m != RESIDUAL_STREAM_MODULE]})
+    block_size = args.residual_stream_recompute_num_layers
+    if block_size == AUTO:
+        block_size = _best_block_size(args)
     transformer = widen_transformer_config(
         core_transformer_config_from_args(args),
         wide_residual,
         recompute_residual_stream=replays,
-        residual_stream_recompute_num_layers=args.residual_stream_recompute_num_layers,
+        residual_stream_recompute_num_layers=block_size,
     )
     return gpt_config_from_args(args, config=transformer, model_config_cls=WideResidualGPTModelConfig)
 

@@ -15,6 +15,7 @@ from megatron.training.checkpointing import _load_base_checkpoint, checkpoint_ex
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
 from megatron.training.wide_residual_arguments import (
     WIDE_RESIDUAL_ARGUMENTS,
+    default_of,
     flag_of,
     wide_residual_config_from_args,
 )
@@ -25,7 +26,14 @@ def read_checkpoint_arguments(load_dir: str | None, args: Namespace) -> Namespac
     if load_dir is None or not checkpoint_exists(load_dir):
         return None
     state_dict, *_ = _load_base_checkpoint(load_dir, args, rank0=True)
-    return None if state_dict is None else state_dict.get("args")
+    if state_dict is None:
+        return None
+    if state_dict.get("args") is None and args.wide_residual is not None:
+        raise ValueError(
+            f"the checkpoint in {load_dir} stores no training arguments, so its stream layout cannot be compared with "
+            "--wide-residual. Load a checkpoint that was saved by pretrain_gpt.py."
+        )
+    return state_dict.get("args")
 
 
 def restore_wide_residual_arguments(args: Namespace, checkpoint_args: Namespace) -> None:
@@ -36,12 +44,14 @@ def restore_wide_residual_arguments(args: Namespace, checkpoint_args: Namespace)
     """
     for name in WIDE_RESIDUAL_ARGUMENTS:
         stored, given = getattr(checkpoint_args, name, None), getattr(args, name, None)
+        if stored is None and getattr(checkpoint_args, "wide_residual", None) is not None:
+            stored = default_of(name)
         if given is not None and given != stored:
             raise ValueError(
                 f"{flag_of(name)} is {given} on the command line and {stored} in the checkpoint, whose arguments "
                 f"--use-checkpoint-args takes; leave {flag_of(name)} out, or --use-checkpoint-args"
             )
-        setattr(args, name, stored)
+        setattr(args, name, getattr(checkpoint_args, name, None))
 
 
 def _describe(layout: WideResidualConfig | None) -> str:

@@ -5,7 +5,7 @@
     z = streamwise_read(x, read_factors)                                    # the same, given the factors themselves
     y = streamwise_writeback(x, u, write_factors, retention_factors=g)      # Y_k = g_k X_k + w_k u
 
-The last dimension of a wide stream is stream-major: stream k is the slice [k*D, (k+1)*D). Equations: DESIGN section 3.
+The last dimension of a wide stream is stream-major: stream k is the slice [k*D, (k+1)*D). Equations: wide_residual.py.
 
 What always holds:
 - Sums are accumulated in fp32 (fp64 as soon as one input is fp64) and rounded once, at the store.

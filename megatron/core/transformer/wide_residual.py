@@ -1,4 +1,4 @@
-"""Parameters, connections and model-boundary helpers of wide residual streams (DESIGN section 3).
+"""Parameters, connections and model-boundary helpers of wide residual streams.
 
     read = StreamwiseSigmoidWideResidualConnection(config, layer_number, "mlp", operation="read")
     write = StreamwiseSigmoidWideResidualConnection(config, layer_number, "mlp", operation="write")
@@ -84,6 +84,13 @@ def _branch_dtype(config: TransformerConfig, fp32_residual_connection: bool) -> 
     return config.params_dtype if fp32_residual_connection else None
 
 
+def _check_width(owner: str, x_sbw: Tensor, config: TransformerConfig, read_map: StreamwiseSigmoidMap) -> None:
+    """Raise ValueError unless x_sbw has the K*D features of this model's streams."""
+    wanted = read_map.num_streams * config.hidden_size
+    if x_sbw.dim() < 1 or x_sbw.shape[-1] != wanted:
+        raise ValueError(f"{owner} was given shape {tuple(x_sbw.shape)}; a last dimension of {wanted} is wanted")
+
+
 class StreamwiseSigmoidWideResidualRead(torch.nn.Module):
     """Learn an independent ordinary-width read from a wide residual stream.
 
@@ -101,6 +108,7 @@ class StreamwiseSigmoidWideResidualRead(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Read in branch precision; the operator fixes the output shape and dtype: [..., K*D] -> [..., D]."""
+        _check_width(f"layer {self.layer_number} {self.branch_name}", hidden_states, self.config, self.read_map)
         return streamwise_sigmoid_read(
             hidden_states,
             self.read_map(return_logits=True),
@@ -245,6 +253,7 @@ class StreamwiseSigmoidResidualReadout(torch.nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mix the full-width streams into one backbone-width activation: [s, b, K*D] -> [s, b, D], params_dtype
         beside an fp32 stream, else the dtype of the stream."""
+        _check_width("the readout", hidden_states, self.config, self.exit_map)
         return streamwise_sigmoid_read(
             hidden_states,
             self.exit_map(return_logits=True),

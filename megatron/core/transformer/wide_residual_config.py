@@ -31,7 +31,7 @@ def _require_real(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class WideResidualConfig:
-    """What a stack of wide residual streams looks like (DESIGN section 3).
+    """What a stack of wide residual streams looks like (equations: wide_residual.py).
 
     Args:
         num_streams: K, the number of residual streams of width D. At least 2.

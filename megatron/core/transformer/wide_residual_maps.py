@@ -1,4 +1,4 @@
-"""The learned controllers of wide residual streams: padded vectors, sigmoid maps and retention (DESIGN section 3).
+"""The learned controllers of wide residual streams: padded vectors, sigmoid maps and retention.
 
     factor_k = StreamwiseSigmoidMap(config, map_kind="read").factors()
 
@@ -56,7 +56,7 @@ def _active_vector(param: Tensor, length: int) -> Tensor:
     Raises:
         ValueError: param is not a vector, or shorter than length.
     """
-    if param.dim() != 1 or param.numel() < length:
+    if param.dim() != 1 or not 0 <= length <= param.numel():
         raise ValueError(f"a controller of shape {tuple(param.shape)} cannot hold {length} streams")
     return param[:length]
 
@@ -98,6 +98,8 @@ class _Controller(torch.nn.Module):
     """
 
     num_streams: int
+    starts_at_zero: bool
+    """Whether every logit is zero when the controller is built."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Controller:
         """Follow device moves and widening casts, undo narrowing ones."""
@@ -113,22 +115,26 @@ class _Controller(torch.nn.Module):
         for name, _ in self.named_parameters(recurse=False):
             stored_p = state_dict.get(prefix + name)
             if isinstance(stored_p, Tensor) and stored_p.dim() == 1:
-                _check_tail(prefix + name, stored_p, self.num_streams)
+                _check_stream_count(prefix + name, stored_p, self.num_streams, self.starts_at_zero)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _check_tail(key: str, stored_p: Tensor, num_streams: int) -> None:
-    """Raise ValueError when stored_p has values behind its first num_streams elements.
+def _check_stream_count(key: str, stored_p: Tensor, num_streams: int, starts_at_zero: bool) -> None:
+    """Raise ValueError when stored_p was written by a model with another number of streams.
 
-    Controllers are padded, so a checkpoint of another stream count has the same shapes. A tail that is not zero says
-    that it was written by a model with more streams.
+    Controllers are padded, so a checkpoint of another stream count has the same shapes. What tells them apart: behind
+    its streams a controller is exactly zero, and its last stream's logit, which starts away from zero, is not. (A read
+    map of two streams starts at zero.)
     """
+    if not torch.isfinite(stored_p).all():
+        raise ValueError(f"{key} holds values that are not finite: the checkpoint is damaged or its run had diverged")
     used = int(stored_p.nonzero().max()) + 1 if stored_p.any() else 0
-    if used > num_streams:
-        raise ValueError(
-            f"{key} holds values for at least {used} streams, this model has {num_streams}: the checkpoint was written "
-            f"with another --wide-residual. Load it with --wide-residual {used}, or convert it first."
-        )
+    if used == num_streams or (used == 0 and starts_at_zero):
+        return
+    raise ValueError(
+        f"{key} holds values for {used} streams, this model has {num_streams}: the checkpoint was written with another "
+        "--wide-residual. Give the checkpoint's, or convert it first."
+    )
 
 
 class StreamwiseSigmoidMap(_Controller):
@@ -157,6 +163,7 @@ class StreamwiseSigmoidMap(_Controller):
         else:
             raise ValueError(f'map_kind is {map_kind!r}; "read" or "write" is wanted')
         self.logit = _make_padded_vector(logit_k)
+        self.starts_at_zero = not bool(logit_k.any())
         _mark_residual_map_parameter(self.logit, config)
 
     def factors(self) -> Tensor:
@@ -196,6 +203,7 @@ class LearnedWideResidualRetention(_Controller):
         forgotten = (1.0 - wide_residual.retention_init) / self.max_forget  # sigmoid(-q) at the start
         start = math.log((1.0 - forgotten) / forgotten)
         self.retention_logit = _make_padded_vector(torch.full((num_streams,), start, dtype=torch.float64))
+        self.starts_at_zero = start == 0
         _mark_retention_parameter(self.retention_logit, config)
 
     def factors(self) -> Tensor:
