@@ -12,6 +12,7 @@ network is used; the folder appears whole or not at all. Exit status: 0 done, 2 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -101,7 +102,11 @@ def train(args: argparse.Namespace) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(read_texts(args), trainer)
+    texts = read_texts(args)
+    first = next(texts, None)
+    if first is None:
+        raise DataError(f"--input {' '.join(args.input)} has no document to learn from.")
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
     try:
         _save_folder(tokenizer, output)
     except OSError as error:
