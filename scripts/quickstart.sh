@@ -6,7 +6,7 @@
 #   ./scripts/quickstart.sh
 #   STREAMS=2 TRAIN_ITERS=1000 RUN_DIR=runs/longer ./scripts/quickstart.sh
 #
-#   TRAIN_ITERS  steps of each run, 2048 tokens each (default 200)
+#   TRAIN_ITERS  steps of each run, 2048 tokens each (default 160)
 #   STREAMS      residual streams of the wide model (default 4)
 #   RUN_DIR      where everything is written (default runs/quickstart)
 #
@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-train_iters=${TRAIN_ITERS:-200}
+train_iters=${TRAIN_ITERS:-160}
 streams=${STREAMS:-4}
 run_dir=${RUN_DIR:-runs/quickstart}
 python=.venv/bin/python
