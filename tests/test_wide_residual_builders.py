@@ -9,14 +9,18 @@ import pytest
 import torch
 from harness_models import single_process_megatron
 from harness_pretrain import TINY_GPT
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.training import destroy_global_state
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
+from megatron.core.transformer.wide_residual_transformer_layer import WideResidualTransformerLayer
 from megatron.training.pretrain_entry import gpt_model_config, parse_training_arguments
 from megatron.training.stream_memory import best_block_size
 
@@ -63,3 +67,26 @@ def test_with_the_flag_the_model_is_wide_and_its_base_weights_are_upstreams(monk
     found = dict(wide.named_parameters())
     for name, wanted in upstreams.named_parameters():
         assert torch.equal(found[name], wanted), f"{name} differs from upstream's"
+
+
+class OwnAttention(DotProductAttention):
+    """What a user's own layer spec may name."""
+
+
+@pytest.mark.parametrize("kind", ["spec", "function", "function of the stage"])
+def test_a_layer_spec_of_the_users_own_is_widened(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY_GPT, "--train-iters", "1", "--wide-residual=3"])
+    config = gpt_model_config(parse_training_arguments("cpu"))
+    own = get_gpt_layer_local_spec()
+    own.submodules.self_attention.submodules.core_attention = OwnAttention
+    config.transformer_layer_spec = {
+        "spec": own,
+        "function": lambda config: own,
+        "function of the stage": lambda config, vp_stage: own,
+    }[kind]
+    layer = build(config).decoder.layers[0]
+    assert type(layer) is WideResidualTransformerLayer
+    assert type(layer.self_attention.core_attention) is OwnAttention, "the user's spec was not taken"
+    config.attention_backend = AttnBackend.local  # as upstream's builder takes it
+    local = config.get_builder_cls()(config)._layer_spec(None)
+    assert local.submodules.self_attention.submodules.core_attention is DotProductAttention

@@ -19,8 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config
-
-BRANCHES_PER_LAYER = 2  # attention and MLP
+from megatron.training.stream_memory import BRANCHES_PER_LAYER
 
 
 def count_parameters(model_chunks: list[MegatronModule]) -> tuple[int, int]:

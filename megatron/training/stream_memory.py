@@ -12,7 +12,7 @@ What always holds: pure arithmetic, no torch.
 
 from __future__ import annotations
 
-BRANCHES_PER_LAYER = 2
+BRANCHES_PER_LAYER = 2  # attention and MLP
 
 
 def replay_peak(num_layers: int, num_streams: int, block_size: int, *, chunks: int = 1) -> int:

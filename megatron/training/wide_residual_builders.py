@@ -8,8 +8,8 @@ What always holds: without --wide-residual the model config is upstream's own, s
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,11 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_model_config
 from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
@@ -69,12 +73,14 @@ class WideResidualGPTModelBuilder(GPTModelBuilder):
 
     def _layer_spec(self, vp_stage: int | None) -> Any:
         """Return the wide twin of the layer spec that the ordinary model would have."""
-        spec: Any = self._model_config.transformer_layer_spec
-        if spec is None:
-            spec = default_layer_spec
-        if isinstance(spec, Callable):  # type: ignore[arg-type]
-            takes_stage = "vp_stage" in spec.__code__.co_varnames[: spec.__code__.co_argcount]
-            spec = spec(self._model_config, vp_stage=vp_stage) if takes_stage else spec(self._model_config)
+        config = self._model_config
+        spec: Any = config.transformer_layer_spec or default_layer_spec
+        # A ModuleSpec can be called too, so what it is decides.
+        if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+            stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec).parameters else {}
+            spec = spec(config, **stage)
+        if config.attention_backend == AttnBackend.local and isinstance(spec, ModuleSpec):
+            spec.submodules.self_attention.submodules.core_attention = DotProductAttention
         return widen_layer_spec(spec)
 
     def _padded_vocab_size(self) -> int:
