@@ -68,7 +68,44 @@ def float16_module(config: Any, module: MegatronModule) -> MegatronModule:
     return Float16Module(get_model_config(module), module)
 
 
-class WideResidualGPTModelBuilder(GPTModelBuilder):
+class WideResidualStages:
+    """Mixin, left of an upstream model builder, for what building wide stages needs whatever the model."""
+
+    _model_config: Any
+
+    def _padded_vocab_size(self) -> int:
+        config = self._model_config
+        if config.vocab_size is None:
+            raise ValueError("vocab_size is not set; the tokenizer, --vocab-size or --padded-vocab-size sets it")
+        if not config.should_pad_vocab:
+            return int(config.vocab_size)
+        return calculate_padded_vocab_size(
+            config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+        )
+
+    def _stage_options(
+        self, pg_collection: Any, pre_process: bool | None, post_process: bool | None, vp_stage: int | None
+    ) -> dict[str, Any]:
+        """Return what a model takes about its place in the pipeline; None stands for what the groups say."""
+        vp_size = self._model_config.transformer.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(pg_collection.pp)
+        return {
+            "pre_process": pre_process,
+            "post_process": post_process,
+            "pg_collection": pg_collection,
+            "vp_stage": vp_stage,
+        }
+
+    def build_distributed_models(self, *args: Any, **kwargs: Any) -> Any:
+        """Build and wrap all stages of this rank. Arguments as ModelBuilder.build_distributed_models."""
+        kwargs.setdefault("mixed_precision_wrapper", float16_module)
+        return super().build_distributed_models(*args, **kwargs)  # type: ignore[misc]
+
+
+class WideResidualGPTModelBuilder(WideResidualStages, GPTModelBuilder):
     """Builds WideResidualGPTModel stages; distributed wrapping is the parent's."""
 
     def _layer_spec(self, vp_stage: int | None) -> Any:
@@ -83,42 +120,19 @@ class WideResidualGPTModelBuilder(GPTModelBuilder):
             spec.submodules.self_attention.submodules.core_attention = DotProductAttention
         return widen_layer_spec(spec)
 
-    def _padded_vocab_size(self) -> int:
-        config = self._model_config
-        if config.vocab_size is None:
-            raise ValueError("vocab_size is not set; the tokenizer, --vocab-size or --padded-vocab-size sets it")
-        if not config.should_pad_vocab:
-            return config.vocab_size
-        return calculate_padded_vocab_size(
-            config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
-        )
-
     def build_model(
         self, pg_collection: Any, pre_process: Any = None, post_process: Any = None, vp_stage: Any = None
     ) -> Any:
         """Build one stage. Arguments as GPTModelBuilder.build_model."""
         config = self._model_config
-        vp_size = config.transformer.virtual_pipeline_model_parallel_size
-        if pre_process is None:
-            pre_process = is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(pg_collection.pp)
-        if post_process is None:
-            post_process = is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(pg_collection.pp)
         return WideResidualGPTModel(
             config.transformer,
             self._layer_spec(vp_stage),
             self._padded_vocab_size(),
             config.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
+            **self._stage_options(pg_collection, pre_process, post_process, vp_stage),
             **{option: getattr(config, option) for option in _MODEL_OPTIONS},
         )
-
-    def build_distributed_models(self, *args: Any, **kwargs: Any) -> Any:
-        """Build and wrap all stages of this rank. Arguments as GPTModelBuilder.build_distributed_models."""
-        kwargs.setdefault("mixed_precision_wrapper", float16_module)
-        return super().build_distributed_models(*args, **kwargs)
 
 
 def _best_block_size(args: Namespace) -> int:
@@ -135,8 +149,8 @@ def _best_block_size(args: Namespace) -> int:
     return best
 
 
-def wide_gpt_model_config(args: Namespace, wide_residual: WideResidualConfig) -> WideResidualGPTModelConfig:
-    """Return the model config of a wide GPT for Megatron's parsed arguments."""
+def wide_transformer_config_from_args(args: Namespace, wide_residual: WideResidualConfig) -> Any:
+    """Return the transformer config that carries the streams, for Megatron's parsed arguments."""
     modules = args.recompute_modules
     replays = RESIDUAL_STREAM_MODULE in (modules or ())
     if replays:  # Megatron refuses recompute modules that are not its own
@@ -144,18 +158,24 @@ def wide_gpt_model_config(args: Namespace, wide_residual: WideResidualConfig) ->
     block_size = args.residual_stream_recompute_num_layers
     if block_size == AUTO:
         block_size = _best_block_size(args)
-    transformer = widen_transformer_config(
+    return widen_transformer_config(
         core_transformer_config_from_args(args),
         wide_residual,
         recompute_residual_stream=replays,
         residual_stream_recompute_num_layers=block_size,
     )
-    return gpt_config_from_args(args, config=transformer, model_config_cls=WideResidualGPTModelConfig)
 
 
 def gpt_model_config_from_args(args: Namespace) -> GPTModelConfig:
     """Return the model config for Megatron's parsed arguments: upstream's own, or the wide one with --wide-residual."""
     wide_residual = wide_residual_config_from_args(args)
-    model_config = gpt_config_from_args(args) if wide_residual is None else wide_gpt_model_config(args, wide_residual)
+    if wide_residual is None:
+        model_config = gpt_config_from_args(args)
+    else:
+        model_config = gpt_config_from_args(
+            args,
+            config=wide_transformer_config_from_args(args, wide_residual),
+            model_config_cls=WideResidualGPTModelConfig,
+        )
     model_config.pre_wrap_hooks.append(print_model_summary)
     return model_config

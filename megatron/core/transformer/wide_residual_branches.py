@@ -1,0 +1,161 @@
+"""What every layer on wide residual streams shares: its reads, its writes and their replay.
+
+    class WideResidualMambaLayer(WideResidualBranches, MambaLayer):
+        def __init__(self, config, ...):
+            super().__init__(config, ...)
+            self._add_branches(("mamba",), norms=[(self.norm, False)], pg_collection=..., name=...)
+
+        def forward(self, hidden_states, ...):
+            return self._run_branch("mamba", super().forward, hidden_states, ...)
+
+A branch is run by upstream's own forward on z (width D), which the read takes from the stream x (width K*D). The write
+stands where upstream calls the branch's bias-dropout-add, in the attribute `<branch>_bda`.
+
+What always holds: a branch adds `residual_read*` and `residual_write*` to the layer and nothing else; building them
+draws no random numbers; after a forward, also one that raised, the layer holds no activation.
+
+Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megatron.core.transformer.residual_connection import ResidualBranchOutput, ResidualConnectionState
+from megatron.core.transformer.residual_recompute import (
+    ResidualStreamRecomputeContext,
+    checkpoint_residual_read,
+    checkpoint_residual_write,
+)
+from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
+from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
+
+# The suffix of a branch's parameters in the state dict: a Mamba layer has one branch and needs no name for it.
+_STATE_SUFFIX = {"self_attn": "_self_attn", "mlp": "_mlp", "mamba": ""}
+
+
+class WideResidualBranches:
+    """Mixin, left of a megatron-core layer class, that puts its branches on a stream of shape [s, b, K*D]."""
+
+    config: Any
+    layer_number: int
+
+    def _add_branches(
+        self,
+        branches: Iterable[str],
+        *,
+        norms: Iterable[tuple[Any, bool]],
+        pg_collection: ProcessGroupCollection | None,
+        name: str | None,
+    ) -> None:
+        """Build the connections of the branches that the layer really has; call it at the end of __init__.
+
+        Args:
+            branches: "self_attn", "mlp" or "mamba", in the order of the forward.
+            norms: (module, whether the parent recomputes it itself) of each norm that a read feeds.
+            pg_collection: the layer's process groups.
+            name: the layer's name, as upstream passes it down.
+        """
+        self._carried: dict[str, ResidualConnectionState] = {}
+        self.residual_stream_recompute_context: ResidualStreamRecomputeContext | None = None
+        self._branches = tuple(branches)
+        for branch in self._branches:
+            self._add_connections(branch, pg_collection, name)
+        if RESIDUAL_STREAM_MODULE in (self.config.recompute_modules or ()):
+            for norm, recomputed_by_parent in norms:
+                if not isinstance(norm, IdentityOp) and not recomputed_by_parent:
+                    norm.forward = partial(self._normalize, norm.forward)
+        self.register_load_state_dict_pre_hook(load_residual_state)  # type: ignore[attr-defined]
+        # The parent enables gradients around the bias-dropout-add even in evaluation. A write saves tensors for its
+        # backward, so it follows the caller's grad mode instead.
+        self.bias_dropout_add_exec_handler = nullcontext
+
+    def _add_connections(self, branch: str, pg_collection: ProcessGroupCollection | None, name: str | None) -> None:
+        """Build the read and the write of a branch, and put the write where the bias-dropout-add stood."""
+        for operation in ("read", "write"):
+            attribute = f"residual_{operation}{_STATE_SUFFIX[branch]}"
+            connection = StreamwiseSigmoidWideResidualConnection(
+                self.config,
+                self.layer_number,
+                branch,
+                pg_collection,
+                f"{name}.{attribute}" if name is not None else None,
+                operation=operation,
+            )
+            setattr(self, attribute, connection)
+        # Bound methods, not closures: a deep copy of the layer then writes to its own maps.
+        delattr(self, f"{branch}_bda")
+        setattr(self, f"{branch}_bda", partial(self._bias_dropout_write, branch))
+
+    def _connection(self, operation: str, branch: str) -> StreamwiseSigmoidWideResidualConnection:
+        connection: StreamwiseSigmoidWideResidualConnection = getattr(
+            self, f"residual_{operation}{_STATE_SUFFIX[branch]}"
+        )
+        return connection
+
+    def _bias_dropout_write(
+        self, branch: str, training: bool, fused: bool
+    ) -> Callable[[ResidualBranchOutput, Tensor, float], Tensor]:
+        """Stand in for get_bias_dropout_add, whose `fused` has no meaning for a write."""
+        del fused
+        return partial(self._write, branch, training)
+
+    def _normalize(self, norm: Callable[..., Any], z_sbd: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a norm, under replay where it is active and z has a gradient to pass on."""
+        context = self.residual_stream_recompute_context
+        if context is None or not z_sbd.requires_grad:
+            return norm(z_sbd, *args, **kwargs)
+        return context.checkpoint(partial(norm, **kwargs), z_sbd, *args)
+
+    def _read(self, branch: str, x_sbw: Tensor) -> Tensor:
+        """Read the branch input from the stream and keep the stream for the write."""
+        read = self._connection("read", branch)
+        fp32_residual = bool(self.config.fp32_residual_connection)
+        context = self.residual_stream_recompute_context
+        if context is None:
+            z_sbd, state = read(x_sbw, fp32_residual_connection=fp32_residual)
+        else:
+            z_sbd, state = checkpoint_residual_read(read, x_sbw, context, fp32_residual_connection=fp32_residual)
+        self._carried[branch] = state
+        return z_sbd
+
+    def _write(
+        self,
+        branch: str,
+        training: bool,
+        branch_output: ResidualBranchOutput,
+        z_sbd: Tensor,
+        dropout_probability: float,
+    ) -> Tensor:
+        """Write the branch output into the stream that its read kept; the parent's residual, z, is not needed.
+
+        The last write of a replay block is its live boundary: it stays in ordinary autograd and ends the block.
+        """
+        del z_sbd
+        write = self._connection("write", branch)
+        state = self._carried.pop(branch)
+        options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
+        context = self.residual_stream_recompute_context
+        ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
+        if context is not None and not ends_block:
+            return checkpoint_residual_write(write, branch_output, state, context, **options)
+        y_sbw: Tensor = write(branch_output=branch_output, state=state, **options)
+        if context is not None:
+            context.finalize(y_sbw)
+        return y_sbw
+
+    def _run_branch(self, branch: str, run_parent: Callable[..., Any], x_sbw: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Read, run the parent's code of the branch on the branch input, and leave nothing behind."""
+        if branch not in self._branches:
+            return run_parent(x_sbw, *args, **kwargs)
+        try:
+            return run_parent(self._read(branch, x_sbw), *args, **kwargs)
+        finally:
+            self._carried.pop(branch, None)
