@@ -1,0 +1,124 @@
+"""The arguments that describe a checkpoint's model and tokenizer, taken over from those that the checkpoint stores.
+
+    restore_model_arguments(args, stored, parser, host)
+
+A checkpoint stores every argument of the run that wrote it. Upstream's --use-checkpoint-args takes over a fixed list,
+which lacks some that change what a model computes without changing any weight's shape (--norm-epsilon,
+--qk-layernorm, --window-size, --use-rope-scaling, ...). For sampling there is no command line that repeats them, so
+here the rule is the other way round: all of a group of flags that describe models, but for those in `_OF_THE_RUN`.
+
+What always holds: what concerns the run alone (layout, batch, recompute, kernels, precision of the gradients) is as the
+command line and this machine's defaults say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+from typing import Any
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+# Groups of upstream's parser, and ours, whose flags describe a model or its tokenizer.
+_MODEL_GROUPS = (
+    "transformer configuration",
+    "network size",
+    "moe",
+    "mla",
+    "experimental_attention_variant",
+    "heterogeneous architecture",
+    "tokenizer",
+    "wide residual streams",
+)
+# Flags of other groups that do.
+_MODEL_FLAGS = (
+    *("seq_length", "rope_type", "spec", "hybrid_layer_pattern", "hybrid_override_pattern", "enable_experimental"),
+    *("attention_softmax_in_fp32", "fp16", "bf16"),
+)
+# Prefixes and names of flags of those groups that say how a run computes, not what.
+_OF_THE_RUN_PREFIXES = (
+    *("recompute_", "cuda_graph_", "inference_", "fp8", "fp4", "offload_", "fine_grained_", "moe_permute_fusion"),
+    *(
+        "moe_deepep_",
+        "moe_hybridep_",
+        "moe_ncclep_",
+        "moe_flex_",
+        "moe_paged_stash",
+        "moe_single_grouped_",
+        "mtp_stand",
+    ),
+    *(
+        "residual_stream_recompute",
+        "activation_offload",
+        "min_offloaded",
+        "delay_offload",
+        "delta_offload",
+        "symmetric_",
+    ),
+)
+_OF_THE_RUN = {
+    *("transformer_impl", "attention_backend", "flash_attention_version", "flash_decode", "batch_invariant_mode"),
+    *("enable_cuda_graph", "external_cuda_graph", "config_logger_dir", "init_model_with_meta_device"),
+    *("distribute_saved_activations", "encoder_num_layers", "decoder_num_layers", "calculate_per_token_loss"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "high_priority_a2a_comm_stream"),
+    *("masked_softmax_fusion", "fused_residual_rmsnorm", "use_fused_weighted_squared_relu", "use_te_activation_func"),
+    *("use_transformer_engine_op_fuser", "use_mamba_mem_eff_path", "nccl_all_reduce_for_prefill", "onnx_safe"),
+    *("moe_enable_deepep", "moe_grouped_gemm", "moe_layer_recompute", "moe_router_fusion", "moe_shared_expert_overlap"),
+    *("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_enable_routing_replay", "moe_use_upcycling"),
+    *("moe_expert_rank_capacity_factor", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *("mlp_chunks_for_prefill", "mlp_chunks_for_training", "mla_down_proj_fusion", "cache_mla_latents"),
+    *("is_hybrid_model", "use_kitchen_attention", "kitchen_attention_backend", "qk_clip", "first_last_layers_bf16"),
+    *("moe_router_force_load_balancing", "moe_router_force_biased", "moe_input_jitter_eps", "dsa_kernel_backend"),
+}
+
+
+def model_argument_names(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the names, in the namespace, of the arguments that describe a model or its tokenizer."""
+    layout = {field.name for field in dataclasses.fields(ModelParallelConfig)}
+    names = {
+        action.dest
+        for group in parser._action_groups
+        if group.title in _MODEL_GROUPS
+        for action in group._group_actions
+        if action.dest not in layout | _OF_THE_RUN and not action.dest.startswith(_OF_THE_RUN_PREFIXES)
+    }
+    return names | set(_MODEL_FLAGS)
+
+
+def _runnable_implementation(stored: Any, default: str) -> str:
+    """Return the stored --transformer-impl where it can run here: it decides the names of a plain checkpoint's keys."""
+    if stored == "local" or (stored == "transformer_engine" and importlib.util.find_spec("transformer_engine")):
+        return stored
+    return default
+
+
+def stored_hybrid_pattern(stored: argparse.Namespace) -> str | None:
+    """Return the layer pattern of a hybrid model, None for a GPT."""
+    return getattr(stored, "hybrid_layer_pattern", None) or getattr(stored, "hybrid_override_pattern", None)
+
+
+def _restore_pattern(args: argparse.Namespace, pattern: str) -> None:
+    """Set the pattern without its pipeline cuts; upstream derives the numbers of layers from it."""
+    args.hybrid_layer_pattern = pattern.replace("|", "")
+    args.hybrid_override_pattern = args.num_layers = args.mtp_num_layers = None
+
+
+def restore_model_arguments(
+    args: argparse.Namespace, stored: argparse.Namespace, parser: argparse.ArgumentParser, host: str
+) -> None:
+    """Set the model's and the tokenizer's arguments of `args` to the stored ones; `host` is "cuda" or "cpu".
+
+    An argument that the checkpoint does not know (it was written by an older version) keeps its default.
+    """
+    for name in model_argument_names(parser):
+        if hasattr(stored, name):
+            setattr(args, name, getattr(stored, name))
+    pattern = stored_hybrid_pattern(stored)
+    if pattern is not None:
+        _restore_pattern(args, pattern)
+    if host == "cuda":
+        args.transformer_impl = _runnable_implementation(
+            getattr(stored, "transformer_impl", None), args.transformer_impl
+        )
+        args.moe_grouped_gemm = getattr(stored, "moe_grouped_gemm", args.moe_grouped_gemm)
