@@ -305,7 +305,8 @@ def _run_entry(entry: dict[str, Any], folder: Path, store: Any) -> None:
     import megatron.training.training as training
     import torch
 
-    from megatron.training.pretrain_entry import gpt_model_config, train
+    from megatron.training.model_kinds import MODEL_KINDS
+    from megatron.training.pretrain_entry import train
 
     saved = training.train_step, training.finalize_model_grads
     recorder = Recorder()
@@ -313,7 +314,7 @@ def _run_entry(entry: dict[str, Any], folder: Path, store: Any) -> None:
     sys.argv = ["pretrain_gpt.py", *entry["argv"]]
     rank = int(os.environ["RANK"])
     try:
-        train("cpu", gpt_model_config, store=torch.distributed.PrefixStore(entry["name"], store))
+        train("cpu", MODEL_KINDS[entry.get("kind", "gpt")], store=torch.distributed.PrefixStore(entry["name"], store))
     finally:
         training.train_step, training.finalize_model_grads = saved
     training.destroy_global_state()

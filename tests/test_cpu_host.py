@@ -264,7 +264,6 @@ _ENGINE = "needs transformer-engine"
         (["--distributed-backend", "nccl"], "--distributed-backend nccl needs a GPU"),
         (["--fp8-format", "hybrid"], f"--fp8-format {_ENGINE}"),
         (["--context-parallel-size", "2"], f"--context-parallel-size 2 {_ENGINE}"),
-        (["--mtp-num-layers", "1"], "--mtp-num-layers is not served"),
         (["--multi-latent-attention"], f"--multi-latent-attention {_ENGINE}"),
         (["--recompute-modules", "layernorm"], f"--recompute-modules layernorm {_ENGINE}"),
         (["--recompute-modules", "mlp"], "--recompute-modules mlp recurses for ever with linear biases"),

@@ -21,7 +21,8 @@ from megatron.training.training import destroy_global_state
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
 from megatron.core.transformer.wide_residual_transformer_layer import WideResidualTransformerLayer
-from megatron.training.pretrain_entry import gpt_model_config, parse_training_arguments
+from megatron.training.model_kinds import gpt_model_config
+from megatron.training.pretrain_entry import parse_training_arguments
 from megatron.training.stream_memory import best_block_size
 
 

@@ -64,7 +64,6 @@ def test_retention_options_of_the_wrong_type_are_type_errors(options: dict[str, 
 
 
 REFUSED = [
-    ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--inference-fuse-tp-communication", {"inference_fuse_tp_communication": True}),
     ("--fused-residual-rmsnorm", {"fused_residual_rmsnorm": True}),
     ("--heterogeneous-layers-config-path", {"heterogeneous_block_specs": True}),
@@ -84,8 +83,17 @@ def test_refused_option_is_named_with_the_reason(flag: str, options: dict[str, A
 
 
 def test_refused_option_is_refused_when_the_config_is_built_directly() -> None:
-    with pytest.raises(ValueError, match="--mtp-num-layers"):
-        WideResidualTransformerConfig(**SIZES, mtp_num_layers=1, wide_residual=WideResidualConfig(4))
+    with pytest.raises(ValueError, match="--fused-residual-rmsnorm"):
+        WideResidualTransformerConfig(
+            **SIZES, normalization="RMSNorm", fused_residual_rmsnorm=True, wide_residual=WideResidualConfig(4)
+        )
+
+
+def test_a_layout_with_a_stage_of_prediction_layers_alone_is_refused() -> None:
+    config = TransformerConfig(**SIZES, mtp_num_layers=1)
+    config.pipeline_model_parallel_layout = "Et*2|m|L"
+    with pytest.raises(ValueError, match=r"--pipeline-model-parallel-layout .*--mtp-num-layers"):
+        widen_transformer_config(config, WideResidualConfig(4))
 
 
 def test_number_in_place_of_the_layout_is_a_type_error() -> None:

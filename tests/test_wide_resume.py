@@ -88,7 +88,6 @@ def test_refused_checkpoint_ends_the_run_with_status_2_and_one_line(checkpoint: 
         (["--wide-residual", "4", "--residual-stream-recompute-num-layers", "2"], "without residual_stream among"),
         (REPLAY, "needs wide residual streams"),
         (["--wide-residual", "4", "--recompute-modules", "residual_stream"], "needs --recompute-granularity selective"),
-        (["--wide-residual", "4", "--mtp-num-layers", "1"], "--mtp-num-layers"),
         (["--wide-residual", "4", "--num-experts", "4"], "needs --disable-bias-linear"),
         (["--wide-residual", "4", "--save", "checkpoints"], "--save needs --save-interval"),
         (

@@ -15,6 +15,7 @@ from typing import Any
 import megatron.core.parallel_state as parallel_state
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training.global_vars import get_args, get_timers
 
@@ -32,7 +33,13 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
     args = get_args()
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
-    if not (is_first or is_last):
+    predicts_more = mtp_on_this_rank(
+        layout=args.pipeline_model_parallel_layout,
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=vp_stage is None,
+        vp_stage=vp_stage,
+    )
+    if not (is_first or is_last or predicts_more):
         return dict.fromkeys(_KEYS)
     batch: dict[str, Any] = dict.fromkeys(_KEYS + _UNUSED_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -40,7 +47,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
         assert data_iterator is not None, "the first rank of a tensor-parallel group has no data iterator"
         loaded = next(data_iterator)
         batch |= {key: loaded[key].cuda(non_blocking=True) for key in _KEYS if loaded.get(key) is not None}
-    # Labels and loss mask travel to the first stage, tokens to the last, only when both are on this stage.
+    # Labels and loss mask travel to the first stage, tokens to the last, only when both are on this stage, or when it
+    # predicts further tokens, for which it embeds the following ones.
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -52,7 +60,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
         cp_size=args.context_parallel_size,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_more,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=is_first,
         is_pipeline_last_stage=is_last,
@@ -98,5 +106,11 @@ def forward_step(
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
     return output, partial(masked_loss, batch["loss_mask"])

@@ -117,7 +117,6 @@ _NOT_SERVED: tuple[tuple[str, str], ...] = (
     ("sft", "--sft"),
     ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
     ("hybrid_context_parallel", "--hybrid-context-parallel"),
-    ("mtp_num_layers", "--mtp-num-layers"),
     ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
     ("perform_rl_step", "--perform-rl-step"),
     ("inprocess_restart", "--inprocess-restart"),

@@ -1,15 +1,15 @@
 """What the pretraining scripts share: host, arguments, model configuration, data and upstream's trainer.
 
-    from megatron.training.pretrain_entry import gpt_model_config, main
+    from megatron.training.model_kinds import MODEL_KINDS
+    from megatron.training.pretrain_entry import main
 
-    sys.exit(main(gpt_model_config))
+    sys.exit(main(MODEL_KINDS["gpt"]))
 
 `main` runs, in this order: choose the host, parse upstream's arguments plus ours with defaults that fit the machine,
 restore arguments from a checkpoint where asked, validate, build the model's configuration, train.
 
 How to add to it: a flag group is an `ArgumentExtension` in `ARGUMENT_EXTENSIONS` (its flags, and what is to be checked
-or derived before and after upstream validates); a model kind is a function from the arguments to an upstream
-`ModelConfig`, whose `builder` builds the model.
+or derived before and after upstream validates); a model kind is a `ModelKind` (model_kinds.py).
 
 What always holds: an option that the user gives is never changed, and without any flag of ours the model is upstream's.
 """
@@ -20,14 +20,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.cpu.host import Host, HostChoiceError, training_host
-
-ModelConfigFromArgs = Callable[[argparse.Namespace], Any]
+from megatron.training.model_kinds import ModelKind, as_choice_error
 
 
 def _nothing_to_do(args: argparse.Namespace) -> None:
@@ -44,6 +42,11 @@ class ArgumentExtension:
     after_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
 
 
+def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """An extension that checks flags of upstream's."""
+    return parser
+
+
 def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     from megatron.training.wide_residual_arguments import add_wide_residual_args
 
@@ -55,37 +58,25 @@ def _check_wide_residual(args: argparse.Namespace) -> None:
     from megatron.training.wide_residual_arguments import check_replay_arguments, wide_residual_config_from_args
     from megatron.training.wide_residual_checkpoint import restore_and_check_stream_layout
 
-    with _as_choice_error():
+    with as_choice_error():
         restore_and_check_stream_layout(args)
         wide_residual_config_from_args(args)
         check_replay_arguments(args)
 
 
-@contextmanager
-def _as_choice_error() -> Iterator[None]:
-    """Turn the ValueError or TypeError of a value that the user chose into a LocalChoiceError."""
-    from megatron.training.local_defaults import LocalChoiceError
-
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise LocalChoiceError(str(error)) from error
-
-
 ARGUMENT_EXTENSIONS = (ArgumentExtension(_add_wide_residual, before_validation=_check_wide_residual),)
 
 
-def parse_training_arguments(
+def validated_arguments(
     host: Host, extensions: Iterable[ArgumentExtension] = ARGUMENT_EXTENSIONS
 ) -> argparse.Namespace:
-    """Parse sys.argv with upstream's parser, the extensions and this machine's defaults; validate, make it global.
+    """Parse sys.argv with upstream's parser, the extensions and this machine's defaults, and validate it.
 
     The steps are those of upstream's `parse_and_validate_args`, with the extensions' checks between them. Raises
     LocalChoiceError for an option that cannot work here.
     """
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_args_from_checkpoint
-    from megatron.training.global_vars import set_global_variables
 
     from megatron.training.local_defaults import (
         LocalChoiceError,
@@ -122,16 +113,18 @@ def parse_training_arguments(
     validate_args(args)
     for extension in extensions:
         extension.after_validation(args)
-    set_global_variables(args)
     return args
 
 
-def gpt_model_config(args: argparse.Namespace) -> Any:
-    """The configuration of a GPT for these arguments: upstream's own, or the wide one with --wide-residual."""
-    from megatron.training.wide_residual_builders import gpt_model_config_from_args
+def parse_training_arguments(
+    host: Host, extensions: Iterable[ArgumentExtension] = ARGUMENT_EXTENSIONS
+) -> argparse.Namespace:
+    """Return `validated_arguments`, made global (tokenizer, loggers, micro-batch calculator)."""
+    from megatron.training.global_vars import set_global_variables
 
-    with _as_choice_error():
-        return gpt_model_config_from_args(args)
+    args = validated_arguments(host, extensions)
+    set_global_variables(args)
+    return args
 
 
 def _patches_of_run(args: argparse.Namespace) -> list[Any]:
@@ -152,7 +145,7 @@ def _patches_of_run(args: argparse.Namespace) -> list[Any]:
     return patches
 
 
-def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = None) -> None:
+def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     """Parse the arguments and run upstream's trainer on this host.
 
     `store` is the torch.distributed store through which the processes meet; without it they meet as their launcher
@@ -175,11 +168,14 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
         store = torch.distributed.HashStore()  # alone: no address to meet at
     with Replacements() as replaced:
         install_tokenizers(replaced)
-        args = parse_training_arguments(host)
+        kind.prepare(replaced, host)
+        args = parse_training_arguments(
+            host, (ArgumentExtension(_no_flags, before_validation=kind.check), *ARGUMENT_EXTENSIONS)
+        )
         check_corpus(args, get_tokenizer())
         apply_patches(_patches_of_run(args), replaced)
         pretrain(
-            pretrain_cfg_container_from_args(args, model_config_from_args(args)),
+            pretrain_cfg_container_from_args(args, kind.config(args)),
             train_valid_test_datasets_provider,
             ModelType.encoder_or_decoder,
             forward_step,
@@ -191,7 +187,7 @@ def train(host: Host, model_config_from_args: ModelConfigFromArgs, store: Any = 
 _PROGRAM_START = time.time()
 
 
-def main(model_config_from_args: ModelConfigFromArgs) -> int:
+def main(kind: ModelKind) -> int:
     """Run a training script; returns its exit status: 0, or 2 for an option or a corpus that cannot be used."""
     import torch
 
@@ -200,7 +196,7 @@ def main(model_config_from_args: ModelConfigFromArgs) -> int:
 
     try:
         with training_host() as host:
-            train(host, model_config_from_args)
+            train(host, kind)
     except (HostChoiceError, LocalChoiceError, DataError) as error:
         # Before the processes have met they all find the same; later it may be one rank's alone.
         if int(os.environ.get("RANK", "0")) == 0 or torch.distributed.is_initialized():

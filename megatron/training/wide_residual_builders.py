@@ -24,9 +24,10 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec, mtp_block_spec
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
@@ -37,7 +38,7 @@ from megatron.core.transformer.wide_residual_config import (
     widen_transformer_config,
 )
 from megatron.training.model_summary import print_model_summary
-from megatron.training.stream_memory import best_block_size
+from megatron.training.stream_layout import choose_block_size
 from megatron.training.wide_residual_arguments import AUTO, wide_residual_config_from_args
 
 # Fields of GPTModelConfig that GPTModel takes under the same name.
@@ -125,25 +126,24 @@ class WideResidualGPTModelBuilder(WideResidualStages, GPTModelBuilder):
     ) -> Any:
         """Build one stage. Arguments as GPTModelBuilder.build_model."""
         config = self._model_config
+        layer_spec = self._layer_spec(vp_stage)
         return WideResidualGPTModel(
             config.transformer,
-            self._layer_spec(vp_stage),
+            layer_spec,
             self._padded_vocab_size(),
             config.seq_length,
+            mtp_block_spec=mtp_block_spec(config, layer_spec, vp_stage=vp_stage),
             **self._stage_options(pg_collection, pre_process, post_process, vp_stage),
             **{option: getattr(config, option) for option in _MODEL_OPTIONS},
         )
 
 
-def _best_block_size(args: Namespace) -> int:
+def _best_block_size(args: Namespace, config: TransformerConfig) -> int:
     """Choose the replay block of the least memory, and say so on rank 0."""
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    num_layers = max(args.num_layers // (args.pipeline_model_parallel_size * chunks), 1)
-    best = best_block_size(num_layers, args.wide_residual, chunks=chunks)
+    best = choose_block_size(args, config, args.wide_residual)
     if args.rank == 0:
         print(
-            f"> replay: blocks of {best} of the {num_layers} layers of a model chunk hold the least "
-            "(--residual-stream-recompute-num-layers auto)",
+            f"> replay: blocks of {best} layers hold the least (--residual-stream-recompute-num-layers auto)",
             flush=True,
         )
     return best
@@ -155,11 +155,12 @@ def wide_transformer_config_from_args(args: Namespace, wide_residual: WideResidu
     replays = RESIDUAL_STREAM_MODULE in (modules or ())
     if replays:  # Megatron refuses recompute modules that are not its own
         args = Namespace(**{**vars(args), "recompute_modules": [m for m in modules if m != RESIDUAL_STREAM_MODULE]})
+    config = core_transformer_config_from_args(args)
     block_size = args.residual_stream_recompute_num_layers
     if block_size == AUTO:
-        block_size = _best_block_size(args)
+        block_size = _best_block_size(args, config)
     return widen_transformer_config(
-        core_transformer_config_from_args(args),
+        config,
         wide_residual,
         recompute_residual_stream=replays,
         residual_stream_recompute_num_layers=block_size,

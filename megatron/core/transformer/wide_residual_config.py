@@ -214,7 +214,6 @@ _REFUSED_OPTIONS = (
         bool,
         "its schedule runs pieces of a layer that know one residual stream only",
     ),
-    ("mtp_num_layers", "--mtp-num-layers", bool, "multi-token prediction does not run on wide streams yet"),
 )
 
 
@@ -232,6 +231,12 @@ def check_wide_residual_options(config: TransformerConfig) -> None:
     if not isinstance(wide_residual, WideResidualConfig):
         raise TypeError(
             f"wide_residual is {wide_residual!r} ({type(wide_residual).__name__}); a WideResidualConfig is wanted"
+        )
+    if config.mtp_num_layers and config.pipeline_model_parallel_layout is not None:
+        raise ValueError(
+            "--pipeline-model-parallel-layout cannot be used with wide residual streams and --mtp-num-layers: a stage "
+            "of prediction layers alone would receive the width D, the stages before it exchange K*D. Leave the layout "
+            "out: the prediction layers then stand on the last stage."
         )
     for attribute, option, refused, reason in _REFUSED_OPTIONS:
         value = getattr(config, attribute, None)

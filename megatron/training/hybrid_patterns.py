@@ -1,0 +1,192 @@
+"""Layer patterns of hybrid models, checked so that a mistake is shown where it stands.
+
+    check_hybrid_pattern("M*-X", flag="--hybrid-layer-pattern", served=local_layer_symbols)
+    ValueError: 'X' at position 4 of --hybrid-layer-pattern is no layer symbol; ...
+        M*-X
+           ^
+
+A pattern is one symbol per layer, `|` between pipeline segments, and one `/` before each of its multi-token prediction
+depths: "M*-E|M*-E/M*". What always holds: a pattern that passes is one that upstream's parser takes, and means the same
+there; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+
+PIPE, DEPTH = "|", "/"
+
+LAYER_SYMBOLS = {
+    "M": "Mamba-2",
+    "*": "attention",
+    "-": "MLP",
+    "E": "MoE",
+    "G": "gated delta net",
+    "+": "multi-latent attention",
+    "D": "DeepSeek sparse attention",
+}
+
+# Symbols that need a package: symbol -> (module, the package's name).
+_NEEDS = {
+    "G": (("transformer_engine", "transformer-engine"), ("fla", "flash-linear-attention")),
+    "+": (("transformer_engine", "transformer-engine"),),
+    "D": (("transformer_engine", "transformer-engine"),),
+}
+
+
+def _pointed(message: str, pattern: str, position: int) -> ValueError:
+    return ValueError(f"{message}\n    {pattern}\n    {' ' * position}^")
+
+
+def _known_symbols() -> str:
+    layers = ", ".join(f"{symbol} {meaning}" for symbol, meaning in LAYER_SYMBOLS.items())
+    return f"{layers}; {PIPE} cuts pipeline segments, {DEPTH} begins a multi-token prediction depth"
+
+
+def _missing(symbol: str, transformer_engine: bool) -> list[str]:
+    """The packages that a layer of this symbol needs and that are not here."""
+    missing = []
+    for module, package in _NEEDS.get(symbol, ()):
+        here = transformer_engine if module == "transformer_engine" else importlib.util.find_spec(module) is not None
+        if not here:
+            missing.append(package)
+    return missing
+
+
+def check_hybrid_pattern(pattern: str, flag: str, *, transformer_engine: bool) -> None:
+    """Raise ValueError, pointing at the position, for a pattern that no hybrid model can be built from here.
+
+    Args:
+        pattern: what the user gave.
+        flag: the option by which it was given, for the message.
+        transformer_engine: whether the layers are built from Transformer Engine's modules.
+    """
+    if not pattern.split(DEPTH)[0].replace(PIPE, ""):
+        raise _pointed(f"{flag} has no layer before position 1; {_known_symbols()}", pattern, 0)
+    depths_begun = 0
+    for i, symbol in enumerate(pattern):
+        where = f"'{symbol}' at position {i + 1} of {flag}"
+        if symbol == DEPTH:
+            depths_begun += 1
+            if pattern[i + 1 : i + 2] in ("", DEPTH):
+                raise _pointed(f"{where} begins a prediction depth without a layer", pattern, i)
+        elif symbol == PIPE:
+            if depths_begun:
+                raise _pointed(f"{where} cuts a prediction depth, which stays on one pipeline stage", pattern, i)
+        elif symbol not in LAYER_SYMBOLS:
+            raise _pointed(f"{where} is no layer symbol; wanted: {_known_symbols()}", pattern, i)
+        elif missing := _missing(symbol, transformer_engine):
+            raise _pointed(f"{where} ({LAYER_SYMBOLS[symbol]}) needs {' and '.join(missing)}", pattern, i)
+    _check_attention_kinds(pattern, flag)
+    _check_depths(pattern, flag)
+
+
+def _check_attention_kinds(pattern: str, flag: str) -> None:
+    """Attention and multi-latent attention do not go together: one option of the config chooses between them."""
+    latent = min((pattern.find(symbol) for symbol in "+D" if symbol in pattern), default=-1)
+    if latent >= 0 and "*" in pattern:
+        plain = pattern.find("*")
+        later = max(latent, plain)
+        raise _pointed(
+            f"'{pattern[later]}' at position {later + 1} of {flag}: a model has either attention (*) or multi-latent "
+            f"attention (+, D), and '{pattern[min(latent, plain)]}' stands before",
+            pattern,
+            later,
+        )
+
+
+def _check_depths(pattern: str, flag: str) -> None:
+    """All prediction depths have the same layers."""
+    main, *depths = pattern.split(DEPTH)
+    position = len(main) + 1
+    for number, depth in enumerate(depths, start=1):
+        if depth != depths[0]:
+            raise _pointed(
+                f"prediction depth {number} of {flag} is '{depth}', at position {position + 1}; all depths have the "
+                f"same layers, those of the first are '{depths[0]}'",
+                pattern,
+                position,
+            )
+        position += len(depth) + 1
+
+
+def check_layer_count(pattern: str, flag: str, num_layers: int) -> None:
+    """Raise ValueError, pointing at the position, when --num-layers says something else than the pattern."""
+    main = pattern.split(DEPTH)[0]
+    positions = [i for i, symbol in enumerate(main) if symbol != PIPE]
+    if len(positions) == num_layers:
+        return
+    too_many = len(positions) > num_layers
+    position = positions[num_layers] if too_many and num_layers >= 0 else len(main)
+    what = f"layer {num_layers + 1} is at position {position + 1}" if too_many else f"it ends after {len(positions)}"
+    raise _pointed(
+        f"--num-layers is {num_layers}, {flag} has {len(positions)} layers ({what}); leave --num-layers out, the "
+        "pattern says it",
+        pattern,
+        position,
+    )
+
+
+def check_pipeline_segments(pattern: str, flag: str, pipeline_size: int) -> None:
+    """Raise ValueError, pointing at the position, when the pattern cannot be laid over the pipeline stages."""
+    main = pattern.split(DEPTH)[0]
+    segments = main.split(PIPE)
+    if len(segments) == 1:
+        if len(main) % pipeline_size:
+            raise _pointed(
+                f"the {len(main)} layers of {flag} do not divide among {pipeline_size} pipeline stages; cut it with "
+                f"'{PIPE}' into {pipeline_size} segments",
+                pattern,
+                len(main) // pipeline_size * pipeline_size,
+            )
+    elif len(segments) % pipeline_size:
+        whole = len(segments) // pipeline_size * pipeline_size
+        raise _pointed(
+            f"{flag} has {len(segments)} segments, which do not divide among {pipeline_size} pipeline stages; cut it "
+            f"into {pipeline_size} or a multiple",
+            pattern,
+            len(PIPE.join(segments[:whole])) if whole else len(main),
+        )
+
+
+def check_hybrid_arguments(args: Namespace) -> None:
+    """Check the pattern of the parsed arguments, before upstream validates them.
+
+    Raises:
+        ValueError: no pattern, two patterns, or one that cannot be built here; the message points at the position.
+    """
+    patterns = {
+        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
+        "--hybrid-override-pattern": args.hybrid_override_pattern,
+    }
+    given = {flag: pattern for flag, pattern in patterns.items() if pattern is not None}
+    if not given:
+        raise ValueError(
+            "pretrain_mamba.py needs --hybrid-layer-pattern, one symbol per layer: "
+            f'{_known_symbols()}. For example --hybrid-layer-pattern "M*-M-". (pretrain_gpt.py trains a GPT.)'
+        )
+    if len(given) == 2:
+        raise ValueError(
+            "--hybrid-layer-pattern and --hybrid-override-pattern are two names of one option, the second is the "
+            "older; give one of them"
+        )
+    ((flag, pattern),) = given.items()
+    check_hybrid_pattern(pattern, flag, transformer_engine=args.transformer_impl == "transformer_engine")
+    if args.num_layers is not None:
+        check_layer_count(pattern, flag, args.num_layers)
+    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    if args.pipeline_model_parallel_size > 1 and uneven == (None, None):
+        check_pipeline_segments(pattern, flag, args.pipeline_model_parallel_size)
+    if "E" in pattern and args.num_experts is None:
+        raise _pointed(f"'E' of {flag} is an MoE layer, which needs --num-experts", pattern, pattern.find("E"))
+
+
+def refuse_hybrid_arguments(args: Namespace) -> None:
+    """Raise ValueError for a pattern given to a script that builds no hybrid model."""
+    for flag, pattern in (
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
+        ("--hybrid-override-pattern", args.hybrid_override_pattern),
+    ):
+        if pattern is not None:
+            raise ValueError(f"{flag} describes a hybrid model: give it to pretrain_mamba.py, or leave it out")
