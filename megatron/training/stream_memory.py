@@ -1,38 +1,195 @@
-"""How much memory the residual stream of a wide model keeps, and the replay block that keeps the least.
+"""How much memory the residual stream of a wide model keeps, and the replay block that holds the least.
 
-    best_block_size(num_layers=12, num_streams=4)        # layers in a block
+    costs = StreamCosts.of_layout(num_streams=4, width=512, branch_itemsize=2, stream_itemsize=2)
+    best_block_size([StageLoad(num_layers=12)], costs)        # layers in a block
 
-In units of D features per token. A stage keeps K at the end of each replay block; while the backward is in a block of n
-branches it holds, besides, what replay rebuilds there: the reads and the norms' outputs (2 each) and all writes but the
-last (K each). The first falls with the size of a block, the second grows; they meet near sqrt(K*B/(K+2)) branches a
-block, B branches on the stage. Branch internals and branch outputs are kept either way and do not enter.
+Every branch of a wide model saves its stream (K*D) and the update that it wrote (D); its norm saves the read (D) where
+an ordinary one saves the stream. With replay a block saves the stream at its start and each branch's update, and what
+the norms and the dropout masks kept goes too. While the backward is in a block of n branches it holds, besides, what
+replay rebuilds there: n reads and n norms' outputs (D each, and what the norm saves) and n-1 writes (K*D each). What is
+saved falls with the size of a block, what is rebuilt grows; they meet near sqrt(K*B/(K+2)) branches a block, B branches
+on the stage. What attention and MLP keep inside does not depend on the block.
 
-What always holds: pure arithmetic, no torch.
+A stage of a pipeline keeps several micro-batches at once (`micro_batches_in_flight`) and rebuilds one block at a time.
+
+What always holds: pure arithmetic, no torch; bytes are per token of this rank and per micro-batch unless said
+otherwise; what a stage holds is an upper bound that takes every block for a full one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 BRANCHES_PER_LAYER = 2  # attention and MLP
 
+_NORM_FLOPS = 8  # per element: mean, variance, normalisation, scale and shift
 
-def replay_peak(num_layers: int, num_streams: int, block_size: int, *, chunks: int = 1) -> int:
-    """Return the most that is held at once, in units of D per token, for blocks of block_size layers.
 
-    num_layers are those of one model chunk; chunks is the number of model chunks of the pipeline stage.
+@dataclass(frozen=True)
+class StreamCosts:
+    """Bytes per token of the tensors around one branch.
+
+    Args:
+        num_streams: K.
+        stream: the carried stream, K*D.
+        narrow: one stream in the stream's dtype, D.
+        branch: a branch's input, normalised input or update in the branch's dtype, D.
+        update: what a write saves of its update: the update itself, or the one with bias and dropout.
+        new_update: whether that is a tensor of its own.
+        mask: what dropout of the update saves.
+        norm: what a norm saves, its input included where it saves it.
+        bare_read: a branch's input where the norm does not save it, else 0.
+        branches_per_layer: 2 for a Transformer layer.
     """
-    blocks = -(-num_layers // block_size)
-    branches = min(block_size, num_layers) * BRANCHES_PER_LAYER
-    return chunks * blocks * num_streams + 2 * branches + (branches - 1) * num_streams
+
+    num_streams: int
+    stream: int
+    narrow: int
+    branch: int
+    update: int
+    new_update: bool = False
+    mask: int = 0
+    norm: int = 0
+    bare_read: int = 0
+    branches_per_layer: int = BRANCHES_PER_LAYER
+
+    @classmethod
+    def of_layout(
+        cls,
+        num_streams: int,
+        width: int,
+        *,
+        branch_itemsize: int,
+        stream_itemsize: int,
+        has_bias: bool = False,
+        mask_bytes: int = 0,
+        norm_bytes: int | None = None,
+        norm_saves_input: bool = True,
+        branches_per_layer: int = BRANCHES_PER_LAYER,
+    ) -> StreamCosts:
+        """Return the costs of K streams of width D; norm_bytes is by default that of a norm that saves its input only.
+
+        mask_bytes above 0 means that updates are dropped out.
+        """
+        narrow, branch = width * stream_itemsize, width * branch_itemsize
+        new_update = has_bias or mask_bytes > 0
+        return cls(
+            num_streams,
+            stream=num_streams * narrow,
+            narrow=narrow,
+            branch=branch,
+            update=narrow if new_update else branch,
+            new_update=new_update,
+            mask=mask_bytes,
+            norm=branch if norm_bytes is None else norm_bytes,
+            bare_read=0 if norm_saves_input else branch,
+            branches_per_layer=branches_per_layer,
+        )
+
+    def eager_layer(self, ordinary_layer: int) -> int:
+        """Bytes that a wide layer keeps without replay, of those that the ordinary layer keeps."""
+        # The norm saves the read, in the branch's dtype, instead of the stream.
+        return ordinary_layer + self.branches_per_layer * (self.stream + self.update + self.branch - self.narrow)
+
+    def replayed_layer(self, ordinary_layer: int) -> int:
+        """Bytes that a layer keeps under replay, without its block's share, of those that the ordinary layer keeps."""
+        # Gone: what the norm saves, its output, the mask. Come: the branch's update.
+        norm_of_stream = self.norm + self.narrow - self.branch
+        return ordinary_layer - self.branches_per_layer * (norm_of_stream + self.mask)
+
+    @property
+    def block(self) -> int:
+        """Bytes that a replay block keeps besides its layers: its first stream, and what its last write saves."""
+        return self.stream + self.update - self.branch + self.mask
+
+    def rebuilt(self, layers: int) -> int:
+        """Bytes that the backward rebuilds in a block of so many layers."""
+        branches = layers * self.branches_per_layer
+        read = self.norm + self.bare_read + self.branch
+        write = self.stream + self.mask + (self.update if self.new_update else 0)
+        return branches * read + (branches - 1) * write
+
+    @property
+    def ordinary_head(self) -> int:
+        """Bytes that the final norm keeps in the ordinary model."""
+        return self.norm + self.narrow - self.branch
+
+    @property
+    def wide_head(self) -> int:
+        """Bytes that the readout and the final norm keep."""
+        return self.stream + self.norm
 
 
-def best_block_size(num_layers: int, num_streams: int, *, chunks: int = 1) -> int:
-    """Return the number of layers in a replay block that holds the least; the smaller one of equals.
+@dataclass(frozen=True)
+class StageLoad:
+    """What of the model a pipeline stage runs: layers of its largest model chunk, forwards of a chunk in flight."""
+
+    num_layers: int
+    in_flight: int = 1
+
+
+@dataclass(frozen=True)
+class ReplayWork:
+    """What replay computes a second time, per token and micro-batch: floating-point operations and bytes moved."""
+
+    flops: int
+    bytes_moved: int
+
+
+def blocks_of(num_layers: int, block_size: int) -> list[int]:
+    """Layers of each replay block of a model chunk, in order."""
+    whole, rest = divmod(num_layers, block_size)
+    return [block_size] * whole + [rest] * bool(rest)
+
+
+def replay_work(num_layers: int, block_size: int, costs: StreamCosts, width: int) -> ReplayWork:
+    """Return the extra work of replay in one model chunk."""
+    flops = bytes_moved = 0
+    for layers in blocks_of(num_layers, block_size):
+        branches = layers * costs.branches_per_layer
+        writes = branches - 1
+        bytes_moved += branches * (costs.stream + costs.branch + 2 * costs.branch)
+        bytes_moved += writes * (2 * costs.stream + costs.branch + (2 * costs.update if costs.new_update else 0))
+        flops += branches * (2 * costs.num_streams - 1 + _NORM_FLOPS) * width
+        flops += writes * (2 * costs.num_streams + (2 if costs.new_update else 0)) * width
+    return ReplayWork(flops, bytes_moved)
+
+
+def replay_peak(stage: StageLoad, costs: StreamCosts, block_size: int) -> int:
+    """Return what the stream makes a stage hold at most with replay in blocks of block_size layers, bytes per token.
+
+    The blocks of all forwards in flight, and one rebuilt block. What does not depend on block_size is left out.
+    """
+    kept = stage.in_flight * len(blocks_of(stage.num_layers, block_size)) * costs.block
+    return kept + costs.rebuilt(min(block_size, stage.num_layers))
+
+
+def best_block_size(stages: Sequence[StageLoad], costs: StreamCosts) -> int:
+    """Return the layers in a replay block with which the stage that holds the most holds the least; of equals the
+    smaller one.
 
     Raises:
-        ValueError: no layers.
+        ValueError: no stage with a layer.
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers}; 1 or more is wanted")
-    return min(
-        range(1, num_layers + 1), key=lambda size: (replay_peak(num_layers, num_streams, size, chunks=chunks), size)
-    )
+    stages = [stage for stage in stages if stage.num_layers > 0]
+    if not stages:
+        raise ValueError("no pipeline stage has a layer; num_layers of 1 or more is wanted")
+    sizes = range(1, max(stage.num_layers for stage in stages) + 1)
+    return min(sizes, key=lambda size: (max(replay_peak(stage, costs, size) for stage in stages), size))
+
+
+def micro_batches_in_flight(
+    stage: int, stages: int, num_micro_batches: int, *, chunks: int = 1, group_size: int | None = None
+) -> int:
+    """Return how many forwards of a model chunk a pipeline stage keeps at once: 1F1B, or interleaved with chunks > 1.
+
+    group_size: micro-batches that the interleaved schedule runs through a chunk before the next one, by default the
+    number of stages.
+    """
+    if stages == 1:
+        return 1
+    ahead = stages - stage - 1
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * (group_size or stages)
+    return min(ahead + 1, num_micro_batches * chunks)

@@ -1,0 +1,111 @@
+"""What the memory of a model's residual streams depends on, from Megatron's configuration.
+
+    costs = stream_costs(config, num_streams=4)           # bytes per token of the tensors around a branch
+    stages = stage_loads(args, config)                    # layers and micro-batches in flight of every pipeline stage
+    best_block_size(stages, costs)                        # what --residual-stream-recompute-num-layers auto takes
+
+What a norm and a dropout save differs between devices and PyTorch versions, so it is counted here, on this device, with
+tensors of one token.
+
+What always holds: `auto` and tools/report_stream_memory.py choose the replay block from these two functions.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.training.held_memory import saved_by
+from megatron.training.stream_memory import (
+    BRANCHES_PER_LAYER,
+    StageLoad,
+    StreamCosts,
+    best_block_size,
+    micro_batches_in_flight,
+)
+
+_NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+
+def stream_costs(
+    config: TransformerConfig, num_streams: int, *, branches_per_layer: int = BRANCHES_PER_LAYER
+) -> StreamCosts:
+    """Return the costs of num_streams streams under an ordinary config's widths, dtypes, norms and dropout."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    width, branch_dtype = config.hidden_size, config.params_dtype
+    stream_dtype = torch.float32 if config.fp32_residual_connection else branch_dtype
+
+    def one_token(dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(1, width, dtype=dtype, device=device)
+
+    norm = _NORMS[config.normalization](width).to(device, branch_dtype)
+    with torch.enable_grad(), torch.random.fork_rng():
+        norm_bytes, norm_saves_input = saved_by(norm, one_token(branch_dtype))
+        mask_bytes = 0
+        if config.hidden_dropout > 0:
+            mask_bytes, _ = saved_by(torch.nn.Dropout(config.hidden_dropout), one_token(stream_dtype))
+    return StreamCosts.of_layout(
+        num_streams,
+        width,
+        branch_itemsize=branch_dtype.itemsize,
+        stream_itemsize=stream_dtype.itemsize,
+        has_bias=config.add_bias_linear,
+        mask_bytes=mask_bytes,
+        norm_bytes=norm_bytes,
+        norm_saves_input=norm_saves_input,
+        branches_per_layer=branches_per_layer,
+    )
+
+
+def chunk_layers(config: TransformerConfig) -> list[list[int]]:
+    """Return the number of layers of every model chunk of every pipeline stage: [stage][chunk]."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
+    return [
+        [
+            get_num_layers_to_build(config, vp_stage=chunk if chunks else None, pp_rank=stage)
+            for chunk in range(chunks or 1)
+        ]
+        for stage in range(config.pipeline_model_parallel_size)
+    ]
+
+
+def stage_loads(args: Namespace, config: TransformerConfig) -> list[StageLoad]:
+    """Return the largest chunk and the forwards in flight of every pipeline stage, for validated arguments."""
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    layers = chunk_layers(config)
+    return [
+        StageLoad(
+            max(chunks),
+            micro_batches_in_flight(
+                stage,
+                len(layers),
+                micro_batches,
+                chunks=len(chunks),
+                group_size=config.microbatch_group_size_per_vp_stage,
+            ),
+        )
+        for stage, chunks in enumerate(layers)
+    ]
+
+
+def choose_block_size(args: Namespace, config: TransformerConfig, num_streams: int) -> int:
+    """Return the replay block that `--residual-stream-recompute-num-layers auto` takes.
+
+    A hybrid stack's layers have one branch each, and its stages are taken to be equal.
+    """
+    if getattr(args, "hybrid_layer_pattern", None):
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        stages = config.pipeline_model_parallel_size
+        num_layers = max(config.num_layers // (stages * chunks), 1)
+        in_flight = micro_batches_in_flight(0, stages, stages * chunks, chunks=chunks)
+        return best_block_size(
+            [StageLoad(num_layers, in_flight)], stream_costs(config, num_streams, branches_per_layer=1)
+        )
+    return best_block_size(stage_loads(args, config), stream_costs(config, num_streams))
