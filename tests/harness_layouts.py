@@ -8,8 +8,8 @@ that runs its cases one after another, each through the real trainer (`megatron.
     results["tp2-sp-fp32"].losses      results["tp2-sp-fp32"].gradients["decoder.layers.0.mlp.linear_fc1.weight"]
     results[CASES[0].reference]        # the same model on one process, with the same number of samples a step
 
-To add a model kind: put its flags into `MODELS` and rows into the table that you pass; a layout that needs another flag
-for that model takes it in `flags`.
+To add a model: put its flags into `MODELS` and rows into the table that you pass; a layout that needs another flag for
+that model takes it in `flags`. Models with a --hybrid-layer-pattern are trained as pretrain_mamba.py does.
 
 What always holds: a case and its reference load the same weights from one torch_dist checkpoint and see the same
 samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`,
@@ -63,6 +63,15 @@ _RETENTION = ["--wide-residual-learned-retention", "--wide-residual-retention-in
 MODELS["wide4"] = [*MODELS["dense"], *_WIDE, "4"]
 MODELS["wide3-retention"] = [*MODELS["llama"], *_WIDE, "3", *_RETENTION]
 MODELS["wide2-moe"] = [*MODELS["moe"], *_WIDE, "2"]
+MODELS["hybrid"] = [
+    *("--hybrid-layer-pattern", "M*-E", "--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
+    *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+    *("--mamba-head-dim", "16", "--mamba-state-dim", "16", "--mamba-num-groups", "2", "--normalization", "RMSNorm"),
+    *("--moe-shared-expert-intermediate-size", "64"),
+]
+MODELS["wide4-hybrid"] = [*MODELS["hybrid"], *_WIDE, "4"]
+MODELS["wide3-hybrid-mtp"] = [*MODELS["hybrid"], *_WIDE, "3", *_RETENTION, "--hybrid-layer-pattern", "M*|-E/M*"]
+MODELS["wide2-mtp"] = [*MODELS["llama"], *_WIDE, "2", "--mtp-num-layers", "1"]
 PRECISIONS: dict[str, list[str]] = {
     "fp32": [],
     "bf16": ["--bf16"],
@@ -275,7 +284,7 @@ def _one_process_name(chunk: Any, name: str) -> str:
 
     parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
-        if part == "layers":
+        if part == "layers" and parts[:i] == ["decoder"]:
             parts[i + 1] = str(chunk.decoder.layers[int(parts[i + 1])].layer_number - 1)
         if part == "local_experts":
             per_rank = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -295,7 +304,11 @@ def _join_tensor_parallel(parameter: Any) -> Any:
         return gradient
     shards = [torch.empty_like(gradient) for _ in range(group.size())]
     torch.distributed.all_gather(shards, gradient, group=group)
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim = parameter.partition_dim
+    if hasattr(parameter, "partition_sizes"):  # several projections in one weight, each split over the ranks
+        pieces = [shard.split(list(parameter.partition_sizes), dim) for shard in shards]
+        return torch.cat([piece[i] for i in range(len(pieces[0])) for piece in pieces], dim)
+    stride = getattr(parameter, "partition_stride", 1)
     # With a stride of 2 (gate and up projection in one weight) each shard holds a piece of both.
     pieces = [shard.chunk(stride, dim) for shard in shards]
     return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim)
@@ -311,10 +324,11 @@ def _run_entry(entry: dict[str, Any], folder: Path, store: Any) -> None:
     saved = training.train_step, training.finalize_model_grads
     recorder = Recorder()
     recorder.watch(training)
-    sys.argv = ["pretrain_gpt.py", *entry["argv"]]
+    kind = "hybrid" if "--hybrid-layer-pattern" in entry["argv"] else "gpt"
+    sys.argv = ["pretrain", *entry["argv"]]
     rank = int(os.environ["RANK"])
     try:
-        train("cpu", MODEL_KINDS[entry.get("kind", "gpt")], store=torch.distributed.PrefixStore(entry["name"], store))
+        train("cpu", MODEL_KINDS[kind], store=torch.distributed.PrefixStore(entry["name"], store))
     finally:
         training.train_step, training.finalize_model_grads = saved
     training.destroy_global_state()
