@@ -117,7 +117,7 @@ def _parse(location: CheckpointLocation, host: Host, replaced: Replacements) -> 
         read.append(_read_stored(location, args))
         restore_model_arguments(args, read[0].args, parsers[0], host)
         kind = MODEL_KINDS[read[0].kind]
-        kind.prepare()
+        kind.prepare(replaced, host)
         kind.check(args)
 
     # Only the flags of the extensions: their checks compare a command line with a checkpoint, and here is none.

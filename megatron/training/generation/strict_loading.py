@@ -21,6 +21,7 @@ import megatron.core.dist_checkpointing as dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.parallel_state import get_data_parallel_group
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.generation.checkpoint_location import CheckpointLocation
 from megatron.training.generation.errors import GenerationError
@@ -35,6 +36,9 @@ def damage_reported(location: CheckpointLocation) -> Iterator[None]:
         yield
     except GenerationError:
         raise
+    except CheckpointException as error:  # no Exception; its text holds the tracebacks of all ranks
+        reason = str(error).strip().splitlines()[-1][:300]
+        raise GenerationError(f"{location.folder} cannot be read ({reason}). Is it whole?") from error
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise GenerationError(f"{location.folder} cannot be read ({reason}). Is it whole?") from error
