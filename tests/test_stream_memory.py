@@ -1,4 +1,4 @@
-"""The replay block that --residual-stream-recompute-num-layers auto chooses."""
+"""The arithmetic of saved streams: by hand, the best replay block, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -8,33 +8,108 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.stream_memory import BRANCHES_PER_LAYER, best_block_size, replay_peak
+from megatron.training.stream_memory import (
+    BRANCHES_PER_LAYER,
+    StageLoad,
+    StreamCosts,
+    best_block_size,
+    blocks_of,
+    micro_batches_in_flight,
+    replay_peak,
+    replay_work,
+)
 
 
-@given(st.integers(1, 96), st.integers(2, 16), st.integers(1, 4))
-def test_best_block_is_the_least_of_all(num_layers: int, num_streams: int, chunks: int) -> None:
-    best = best_block_size(num_layers, num_streams, chunks=chunks)
-    peaks = [replay_peak(num_layers, num_streams, size, chunks=chunks) for size in range(1, num_layers + 1)]
+def plain_costs(num_streams: int) -> StreamCosts:
+    """Units of D: no bias, no dropout, one dtype of one byte, D=1."""
+    return StreamCosts.of_layout(num_streams, 1, branch_itemsize=1, stream_itemsize=1)
+
+
+stages = st.lists(st.builds(StageLoad, st.integers(1, 96), st.integers(1, 8)), min_size=1, max_size=4)
+
+
+@given(stages, st.integers(2, 16))
+def test_best_block_is_the_least_of_all(loads: list[StageLoad], num_streams: int) -> None:
+    costs = plain_costs(num_streams)
+    best = best_block_size(loads, costs)
+    largest = max(load.num_layers for load in loads)
+    peaks = [max(replay_peak(load, costs, size) for load in loads) for size in range(1, largest + 1)]
     assert peaks[best - 1] == min(peaks)
     assert min(peaks) not in peaks[: best - 1]
 
 
 @given(st.integers(24, 200), st.integers(2, 8))
 def test_best_block_is_near_the_square_root_rule(num_layers: int, num_streams: int) -> None:
+    costs, stage = plain_costs(num_streams), StageLoad(num_layers)
     branches = BRANCHES_PER_LAYER * num_layers
     rule = math.sqrt(num_streams * branches / (num_streams + 2)) / BRANCHES_PER_LAYER
-    by_rule = replay_peak(num_layers, num_streams, max(1, round(rule)))
-    best = replay_peak(num_layers, num_streams, best_block_size(num_layers, num_streams))
+    by_rule = replay_peak(stage, costs, max(1, round(rule)))
+    best = replay_peak(stage, costs, best_block_size([stage], costs))
     assert best <= by_rule <= 1.15 * best
 
 
+def test_more_micro_batches_in_flight_want_larger_blocks() -> None:
+    costs = plain_costs(4)
+    sizes = [best_block_size([StageLoad(24, in_flight)], costs) for in_flight in (1, 4, 16)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
 def test_a_block_of_one_layer_and_the_whole_stage_are_counted_by_hand() -> None:
-    # 4 layers, K=4. Blocks of one: 4 ends of 4, and in a block 2 reads and norms (2 each) and one write.
-    assert replay_peak(4, 4, 1) == 4 * 4 + 2 * 2 + 4
-    # One block: one end, 8 reads and norms, 7 writes.
-    assert replay_peak(4, 4, 4) == 4 + 2 * 8 + 7 * 4
+    # 4 layers, K=4. Blocks of one: 4 streams of 4, and in a block 2 reads and norms (2 each) and one write.
+    assert replay_peak(StageLoad(4), plain_costs(4), 1) == 4 * 4 + 2 * 2 + 4
+    # One block: one stream, 8 reads and norms, 7 writes. Two in flight keep another stream.
+    assert replay_peak(StageLoad(4), plain_costs(4), 4) == 4 + 2 * 8 + 7 * 4
+    assert replay_peak(StageLoad(4, in_flight=2), plain_costs(4), 4) == 2 * 4 + 2 * 8 + 7 * 4
+
+
+def test_a_layer_is_counted_by_hand() -> None:
+    costs = plain_costs(4)
+    # An ordinary layer of 16 D: each branch adds the stream and the update that the write saves.
+    assert costs.eager_layer(16) == 16 + 2 * (4 + 1)
+    # Under replay the norms' inputs and outputs go and the updates stay, so that nothing is added.
+    assert costs.replayed_layer(16) == 16 - 2 * 2 + 2
+    # bf16 branches beside an fp32 stream, a bias and a mask of one byte for each element: the norm reads 2 bytes
+    # instead of 4, the write saves an update of 4.
+    mixed = StreamCosts.of_layout(3, 10, branch_itemsize=2, stream_itemsize=4, has_bias=True, mask_bytes=10)
+    assert mixed.eager_layer(0) == 2 * (120 + 40 + 20 - 40)
+    assert mixed.replayed_layer(0) == -2 * (40 + 10)
+    assert mixed.block == 120 + 40 - 20 + 10
+    assert mixed.rebuilt(1) == 2 * (20 + 20) + 120 + 10 + 40
+
+
+def test_replayed_work_is_counted_by_hand() -> None:
+    # Two layers in one block, K=4: 4 reads (K + 1), 4 norms (2) and 3 writes (2K + 1).
+    work = replay_work(2, 2, plain_costs(4), 1)
+    assert work.bytes_moved == 4 * 5 + 4 * 2 + 3 * 9
+    assert work.flops == 4 * (7 + 8) + 3 * 8
+    # Blocks of one layer replay one write each.
+    assert replay_work(2, 1, plain_costs(4), 1).bytes_moved == 4 * 5 + 4 * 2 + 2 * 9
+
+
+def test_blocks_are_those_of_the_plan() -> None:
+    assert blocks_of(5, 2) == [2, 2, 1]
+    assert blocks_of(4, 9) == [4]
+    assert blocks_of(0, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "wanted"),
+    [
+        ((0, 1, 8), {}, 1),
+        ((0, 4, 8), {}, 4),
+        ((3, 4, 8), {}, 1),
+        ((0, 4, 2), {}, 2),
+        ((0, 4, 8), {"chunks": 2}, 2 * 3 + 4 + 1),
+        ((3, 4, 8), {"chunks": 2}, 4 + 1),
+        ((0, 4, 8), {"chunks": 2, "group_size": 6}, 2 * 3 + 6 + 1),
+        ((0, 4, 4), {"chunks": 2}, 8),
+    ],
+)
+def test_micro_batches_in_flight(arguments: tuple[int, int, int], options: dict[str, int], wanted: int) -> None:
+    assert micro_batches_in_flight(*arguments, **options) == wanted
 
 
 def test_no_layers_are_an_error() -> None:
-    with pytest.raises(ValueError, match="num_layers is 0"):
-        best_block_size(0, 4)
+    with pytest.raises(ValueError, match="num_layers of 1 or more"):
+        best_block_size([StageLoad(0)], plain_costs(4))

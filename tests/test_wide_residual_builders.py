@@ -23,7 +23,7 @@ from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTMode
 from megatron.core.transformer.wide_residual_transformer_layer import WideResidualTransformerLayer
 from megatron.training.model_kinds import gpt_model_config
 from megatron.training.pretrain_entry import parse_training_arguments
-from megatron.training.stream_memory import best_block_size
+from megatron.training.stream_layout import choose_block_size
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_with_the_flag_the_model_is_wide_and_its_base_weights_are_upstreams(monk
     wide = build(gpt_model_config(args))
     assert type(wide) is WideResidualGPTModel
     assert wide.config.recompute_modules == ["residual_stream"]
-    assert wide.config.residual_stream_recompute_num_layers == best_block_size(2, 3)
+    assert wide.config.residual_stream_recompute_num_layers == choose_block_size(args, wide.config, 3)
     args.recompute_modules, args.recompute_granularity = None, None
     upstreams = build(gpt_config_from_args(args))
     found = dict(wide.named_parameters())

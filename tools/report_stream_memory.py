@@ -85,6 +85,8 @@ def complete_arguments(args: argparse.Namespace) -> None:
         raise ReportError("no --wide-residual K given: there are no wide streams to report on; give 2 or more")
     if getattr(args, "hybrid_layer_pattern", None):
         raise ReportError("--hybrid-layer-pattern: this report knows GPT models only; leave it out")
+    if args.mtp_num_layers:
+        raise ReportError("--mtp-num-layers: the layers of multi-token prediction are not counted here; leave it out")
     if args.recompute_granularity == "full":
         raise ReportError("--recompute-granularity full keeps no streams to replay; leave it out, or use selective")
     if args.experimental_attention_variant is not None:

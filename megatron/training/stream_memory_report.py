@@ -205,10 +205,11 @@ def _describe(args: Namespace) -> dict[str, Any]:
     }
 
 
-def build_report(args: Namespace, *, measure: bool = False) -> StreamMemoryReport:
+def build_report(args: Namespace, *, measure: bool = False, also_measure: Sequence[int] = ()) -> StreamMemoryReport:
     """Return the report of a wide GPT for validated arguments, inside lone_rank(args).
 
-    With measure the stacks of the ordinary model, of wide streams and of the best replay block are run on this host.
+    With measure the stacks of the ordinary model, of wide streams and of the best replay block are run on this host,
+    and those of the block sizes also_measure.
     """
     config = core_transformer_config_from_args(_without_replay(args))
     predictor, measurer = _Predictor(args), _Measurer(args)
@@ -222,7 +223,7 @@ def build_report(args: Namespace, *, measure: bool = False) -> StreamMemoryRepor
         models += [("replay", size) for size in range(1, max(load.num_layers for load in loads) + 1)]
         for model, size in models:
             row = predictor.row(chunks, load.in_flight, model, size)
-            if measure and size in (None, best):
+            if measure and size in (None, best, *also_measure):
                 measurer.fill(row, chunks, load.in_flight)
             stage.rows.append(row)
         report.stages.append(stage)
