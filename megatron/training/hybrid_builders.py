@@ -20,6 +20,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.core.models.hybrid.local_hybrid_specs import local_hybrid_stack_spec
 from megatron.core.models.hybrid.wide_residual_hybrid_model import WideResidualHybridModel
 from megatron.training.model_summary import print_model_summary
+from megatron.training.shortcut_moe_arguments import shortcut_stack_spec
 from megatron.training.wide_residual_arguments import wide_residual_config_from_args
 from megatron.training.wide_residual_builders import WideResidualStages, wide_transformer_config_from_args
 
@@ -74,5 +75,7 @@ def hybrid_model_config_from_args(args: Namespace) -> HybridModelConfig:
         )
     if model_config.hybrid_stack_spec is None and args.transformer_impl == "local":
         model_config.hybrid_stack_spec = local_hybrid_stack_spec
+    if args.moe_shortcut_connection:
+        model_config.hybrid_stack_spec = shortcut_stack_spec(args, model_config.hybrid_stack_spec or hybrid_stack_spec)
     model_config.pre_wrap_hooks.append(print_model_summary)
     return model_config

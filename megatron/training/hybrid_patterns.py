@@ -35,7 +35,8 @@ _NEEDS = {
 }
 
 
-def _pointed(message: str, pattern: str, position: int) -> ValueError:
+def pointed_error(message: str, pattern: str, position: int) -> ValueError:
+    """Return the error with that message and, under it, the pattern with a mark at the zero-based position."""
     return ValueError(f"{message}\n    {pattern}\n    {' ' * position}^")
 
 
@@ -63,21 +64,21 @@ def check_hybrid_pattern(pattern: str, flag: str, *, transformer_engine: bool) -
         transformer_engine: whether the layers are built from Transformer Engine's modules.
     """
     if not pattern.split(DEPTH)[0].replace(PIPE, ""):
-        raise _pointed(f"{flag} has no layer before position 1; {_known_symbols()}", pattern, 0)
+        raise pointed_error(f"{flag} has no layer before position 1; {_known_symbols()}", pattern, 0)
     depths_begun = 0
     for i, symbol in enumerate(pattern):
         where = f"'{symbol}' at position {i + 1} of {flag}"
         if symbol == DEPTH:
             depths_begun += 1
             if pattern[i + 1 : i + 2] in ("", DEPTH):
-                raise _pointed(f"{where} begins a prediction depth without a layer", pattern, i)
+                raise pointed_error(f"{where} begins a prediction depth without a layer", pattern, i)
         elif symbol == PIPE:
             if depths_begun:
-                raise _pointed(f"{where} cuts a prediction depth, which stays on one pipeline stage", pattern, i)
+                raise pointed_error(f"{where} cuts a prediction depth, which stays on one pipeline stage", pattern, i)
         elif symbol not in LAYER_SYMBOLS:
-            raise _pointed(f"{where} is no layer symbol; wanted: {_known_symbols()}", pattern, i)
+            raise pointed_error(f"{where} is no layer symbol; wanted: {_known_symbols()}", pattern, i)
         elif missing := _missing(symbol, transformer_engine):
-            raise _pointed(f"{where} ({LAYER_SYMBOLS[symbol]}) needs {' and '.join(missing)}", pattern, i)
+            raise pointed_error(f"{where} ({LAYER_SYMBOLS[symbol]}) needs {' and '.join(missing)}", pattern, i)
     _check_attention_kinds(pattern, flag)
     _check_depths(pattern, flag)
 
@@ -88,7 +89,7 @@ def _check_attention_kinds(pattern: str, flag: str) -> None:
     if latent >= 0 and "*" in pattern:
         plain = pattern.find("*")
         later = max(latent, plain)
-        raise _pointed(
+        raise pointed_error(
             f"'{pattern[later]}' at position {later + 1} of {flag}: a model has either attention (*) or multi-latent "
             f"attention (+, D), and '{pattern[min(latent, plain)]}' stands before",
             pattern,
@@ -102,7 +103,7 @@ def _check_depths(pattern: str, flag: str) -> None:
     position = len(main) + 1
     for number, depth in enumerate(depths, start=1):
         if depth != depths[0]:
-            raise _pointed(
+            raise pointed_error(
                 f"prediction depth {number} of {flag} is '{depth}', at position {position + 1}; all depths have the "
                 f"same layers, those of the first are '{depths[0]}'",
                 pattern,
@@ -120,7 +121,7 @@ def check_layer_count(pattern: str, flag: str, num_layers: int) -> None:
     too_many = len(positions) > num_layers
     position = positions[num_layers] if too_many and num_layers >= 0 else len(main)
     what = f"layer {num_layers + 1} is at position {position + 1}" if too_many else f"it ends after {len(positions)}"
-    raise _pointed(
+    raise pointed_error(
         f"--num-layers is {num_layers}, {flag} has {len(positions)} layers ({what}); leave --num-layers out, the "
         "pattern says it",
         pattern,
@@ -134,7 +135,7 @@ def check_pipeline_segments(pattern: str, flag: str, pipeline_size: int) -> None
     segments = main.split(PIPE)
     if len(segments) == 1:
         if len(main) % pipeline_size:
-            raise _pointed(
+            raise pointed_error(
                 f"the {len(main)} layers of {flag} do not divide among {pipeline_size} pipeline stages; cut it with "
                 f"'{PIPE}' into {pipeline_size} segments",
                 pattern,
@@ -142,7 +143,7 @@ def check_pipeline_segments(pattern: str, flag: str, pipeline_size: int) -> None
             )
     elif len(segments) % pipeline_size:
         whole = len(segments) // pipeline_size * pipeline_size
-        raise _pointed(
+        raise pointed_error(
             f"{flag} has {len(segments)} segments, which do not divide among {pipeline_size} pipeline stages; cut it "
             f"into {pipeline_size} or a multiple",
             pattern,
@@ -179,7 +180,7 @@ def check_hybrid_arguments(args: Namespace) -> None:
     if args.pipeline_model_parallel_size > 1 and uneven == (None, None):
         check_pipeline_segments(pattern, flag, args.pipeline_model_parallel_size)
     if "E" in pattern and args.num_experts is None:
-        raise _pointed(f"'E' of {flag} is an MoE layer, which needs --num-experts", pattern, pattern.find("E"))
+        raise pointed_error(f"'E' of {flag} is an MoE layer, which needs --num-experts", pattern, pattern.find("E"))
 
 
 def refuse_hybrid_arguments(args: Namespace) -> None:

@@ -64,7 +64,24 @@ def _check_wide_residual(args: argparse.Namespace) -> None:
         check_replay_arguments(args)
 
 
-ARGUMENT_EXTENSIONS = (ArgumentExtension(_add_wide_residual, before_validation=_check_wide_residual),)
+def _add_shortcut_moe(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.training.shortcut_moe_arguments import add_shortcut_moe_args
+
+    return add_shortcut_moe_args(parser)
+
+
+def _check_shortcut_moe(args: argparse.Namespace) -> None:
+    from megatron.training.shortcut_moe_arguments import check_shortcut_moe_arguments
+
+    with as_choice_error():
+        check_shortcut_moe_arguments(args)
+
+
+# In this order: the check of wide streams restores what a checkpoint stores, the flags of shortcut MoE included.
+ARGUMENT_EXTENSIONS = (
+    ArgumentExtension(_add_wide_residual, before_validation=_check_wide_residual),
+    ArgumentExtension(_add_shortcut_moe, before_validation=_check_shortcut_moe),
+)
 
 
 def validated_arguments(

@@ -13,6 +13,7 @@ from argparse import Namespace
 from megatron.training.checkpointing import _load_base_checkpoint, checkpoint_exists
 
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
+from megatron.training.shortcut_moe_arguments import check_stored_shortcut, restore_shortcut_moe_arguments
 from megatron.training.wide_residual_arguments import (
     WIDE_RESIDUAL_ARGUMENTS,
     default_of,
@@ -86,4 +87,6 @@ def restore_and_check_stream_layout(args: Namespace) -> None:
             continue
         if args.use_checkpoint_args:
             restore_wide_residual_arguments(args, checkpoint_args)
+            restore_shortcut_moe_arguments(args, checkpoint_args)
         check_stream_layout(args, checkpoint_args, load_dir)
+        check_stored_shortcut(args, checkpoint_args, load_dir)

@@ -68,14 +68,21 @@ class WideResidualBranches:
         self._branches = tuple(branches)
         for branch in self._branches:
             self._add_connections(branch, pg_collection, name)
-        if RESIDUAL_STREAM_MODULE in (self.config.recompute_modules or ()):
-            for norm, recomputed_by_parent in norms:
-                if not isinstance(norm, IdentityOp) and not recomputed_by_parent:
-                    norm.forward = partial(self._normalize, norm.forward)
+        self._replay_norms(
+            norm
+            for norm, recomputed_by_parent in norms
+            if not isinstance(norm, IdentityOp) and not recomputed_by_parent
+        )
         self.register_load_state_dict_pre_hook(load_residual_state)  # type: ignore[attr-defined]
         # The parent enables gradients around the bias-dropout-add even in evaluation. A write saves tensors for its
         # backward, so it follows the caller's grad mode instead.
         self.bias_dropout_add_exec_handler = nullcontext
+
+    def _replay_norms(self, norms: Iterable[Any]) -> None:
+        """Run these norms, each fed by a read of this layer, under replay in forwards for which it is active."""
+        if RESIDUAL_STREAM_MODULE in (self.config.recompute_modules or ()):
+            for norm in norms:
+                norm.forward = partial(self._normalize, norm.forward)
 
     def _add_connections(self, branch: str, pg_collection: ProcessGroupCollection | None, name: str | None) -> None:
         """Build the read and the write of a branch, and put the write where the bias-dropout-add stood."""

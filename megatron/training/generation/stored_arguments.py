@@ -30,6 +30,7 @@ _MODEL_GROUPS = (
     "heterogeneous architecture",
     "tokenizer",
     "wide residual streams",
+    "shortcut MoE",
 )
 # Flags of other groups that do.
 _MODEL_FLAGS = (
@@ -66,6 +67,7 @@ _OF_THE_RUN = {
     *("use_transformer_engine_op_fuser", "use_mamba_mem_eff_path", "nccl_all_reduce_for_prefill", "onnx_safe"),
     *("moe_enable_deepep", "moe_grouped_gemm", "moe_layer_recompute", "moe_router_fusion", "moe_shared_expert_overlap"),
     *("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_enable_routing_replay", "moe_use_upcycling"),
+    "moe_shortcut_parallel",
     *("moe_expert_rank_capacity_factor", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     *("mlp_chunks_for_prefill", "mlp_chunks_for_training", "mla_down_proj_fusion", "cache_mla_latents"),
     *("is_hybrid_model", "use_kitchen_attention", "kitchen_attention_backend", "qk_clip", "first_last_layers_bf16"),

@@ -16,6 +16,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.core.models.hybrid.local_hybrid_specs import local_hybrid_stack_spec
 from megatron.core.models.hybrid.local_hybrid_stack import LocalHybridStack
+from megatron.core.models.hybrid.shortcut_hybrid_stack import (
+    ShortcutHybridStack,
+    ShortcutLocalHybridStack,
+    ShortcutWideResidualHybridStack,
+    ShortcutWideResidualLocalHybridStack,
+)
 from megatron.core.models.hybrid.wide_residual_hybrid_stack import (
     WideResidualHybridStack,
     WideResidualLocalHybridStack,
@@ -24,6 +30,8 @@ from megatron.core.models.hybrid.wide_residual_hybrid_stack import (
 _WIDE_STACK: dict[type, type] = {
     HybridStack: WideResidualHybridStack,
     LocalHybridStack: WideResidualLocalHybridStack,
+    ShortcutHybridStack: ShortcutWideResidualHybridStack,
+    ShortcutLocalHybridStack: ShortcutWideResidualLocalHybridStack,
 }
 
 

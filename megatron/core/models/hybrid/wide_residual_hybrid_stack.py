@@ -13,6 +13,7 @@ Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from megatron.core.models.hybrid.local_hybrid_stack import LocalHybridStack
 from megatron.core.ssm.wide_residual_mamba_layer import WideResidualMambaLayer
+from megatron.core.transformer.moe.shortcut_moe_layer import ShortcutMoETransformerLayer
+from megatron.core.transformer.moe.wide_residual_shortcut_moe_layer import WideResidualShortcutMoELayer
 from megatron.core.transformer.residual_recompute import attach_residual_stream_recompute
 from megatron.core.transformer.wide_residual import build_wide_residual_readout, expand_wide_residual_stream
 from megatron.core.transformer.wide_residual_branches import WideResidualBranches
@@ -41,6 +44,7 @@ _WIDE_LAYER: dict[type, type] = {
     TransformerLayer: WideResidualTransformerLayer,
     MLPLayer: WideResidualTransformerLayer,
     MoETransformerLayer: WideResidualTransformerLayer,
+    ShortcutMoETransformerLayer: WideResidualShortcutMoELayer,
 }
 
 
@@ -70,6 +74,11 @@ def widen_hybrid_submodules(submodules: HybridStackSubmodules) -> HybridStackSub
 class _WideResidualStack:
     """Mixin, left of a hybrid stack, that carries K streams between its layers."""
 
+    @property
+    def atomic_layer_pairs(self) -> Sequence[tuple[int, int]]:
+        """Local indices of layers that a replay block must not split: shortcut_hybrid_stack.py has some."""
+        return ()
+
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, *args: Any, **kwargs: Any) -> None:
         wide_residual = require_wide_residual_config(config, type(self).__name__)
         super().__init__(config, widen_hybrid_submodules(submodules), *args, **kwargs)  # type: ignore[call-arg]
@@ -77,7 +86,7 @@ class _WideResidualStack:
         if hasattr(self, "final_norm"):
             self.residual_stream_readout = build_wide_residual_readout(config)
             self.final_norm.register_forward_pre_hook(self._read_out)
-        attach_residual_stream_recompute(self, config)  # type: ignore[arg-type]
+        attach_residual_stream_recompute(self, config, atomic_layer_pairs=self.atomic_layer_pairs)  # type: ignore[arg-type]
 
     def _read_out(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give the final norm the readout [s, b, D] of the streams [s, b, K*D] that reach it."""
