@@ -10,9 +10,10 @@ is computed as structured state-space duality says (Dao & Gu 2024, arXiv 2405.21
 masked product of C and B, between chunks through one state per chunk. No token is visited by Python; a few chunks at a
 time are, so that their scores stay in cache (CPU) or within a bound (GPU).
 
-What always holds: sums are accumulated in fp32, in fp64 for fp64 inputs. Memory is linear in the length: the backward
-keeps the inputs and one state per block of chunks, and computes everything else again. A length that is no multiple of
-the chunk ends in a shorter chunk; nothing is padded. Heads that share a group share its B and C without a copy.
+What always holds: sums are accumulated in fp32, in fp64 for fp64 inputs; a decay below e^-60 (e^-600 in fp64) is zero.
+Memory is linear in the length: the backward keeps the inputs and one state per block of chunks, and computes everything
+else again. A length that is no multiple of the chunk ends in a shorter chunk; nothing is padded. Heads that share a
+group share its B and C without a copy.
 
 Tensor names: b batch, l length, h heads, p head dimension, g groups, r heads per group, n state dimension, c chunks of
 a block, q positions of a chunk (t the later, s the earlier one of a pair), a a_h the decay rates A.
@@ -20,7 +21,7 @@ a block, q positions of a chunk (t the later, s the earlier one of a pair), a a_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
 
 # Elements of one block's scores [b, c, h, q, q]: what fits in a CPU's second-level cache, and what a GPU may hold.
 _SCORES_PER_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -36,6 +38,12 @@ _SCORES_PER_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over tensors of `dtype` are made: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _decay(log_decay: Tensor) -> Tensor:
+    """exp, in place, with zero for what is negligible: numbers near the smallest would slow products down tenfold."""
+    negligible = -600.0 if log_decay.dtype == torch.float64 else -60.0
+    return torch.threshold_(log_decay, negligible, -torch.inf).exp_()
 
 
 def chunk_scan(
@@ -113,9 +121,10 @@ class _Block:
         self.c_bcgqn = span.cut(inputs.c).to(wide).transpose(2, 3)
         self.log_decay_bcqh = (self.dt_bcqh * inputs.a.to(wide)).cumsum(2)
         last_bch = self.log_decay_bcqh[:, :, -1]
-        self.from_state_bcqh = self.log_decay_bcqh.exp()
-        self.to_state_bcqh = (last_bch.unsqueeze(2) - self.log_decay_bcqh).exp_()
-        self.across_bch = last_bch.exp()
+        self.from_state_bcqh = _decay(self.log_decay_bcqh.clone())
+        self.to_state_bcqh = _decay(last_bch.unsqueeze(2) - self.log_decay_bcqh)
+        self.across_bch = _decay(last_bch.clone())
+        self.skip_h = inputs.skip_per_head()
         self.same_sequence_bcts: Tensor | None = None
         if inputs.seq_idx is not None:
             self._keep_sequences_apart(inputs.seq_idx)
@@ -134,7 +143,7 @@ class _Block:
     def decay_bchts(self) -> Tensor:
         """exp of the decay from s to t; above the diagonal whatever it happens to be."""
         log_decay_bchq = self.log_decay_bcqh.transpose(2, 3).contiguous()
-        return (log_decay_bchq.unsqueeze(4) - log_decay_bchq.unsqueeze(3)).exp_()
+        return _decay(log_decay_bchq.unsqueeze(4) - log_decay_bchq.unsqueeze(3))
 
     @cached_property
     def similarity_bcgts(self) -> Tensor:
@@ -144,50 +153,64 @@ class _Block:
             similarity.mul_(self.same_sequence_bcts.unsqueeze(2))
         return similarity
 
-    def per_head(self, tensor_bcgts: Tensor) -> Tensor:
-        """[b, c, g, t, s] -> [b, c, g, 1, t, s], to broadcast over a group's heads."""
-        return tensor_bcgts.unsqueeze(3)
-
-    def split_heads(self, tensor_bchts: Tensor) -> Tensor:
-        """[b, c, h, t, s] -> [b, c, g, r, t, s], a view."""
-        return tensor_bchts.unflatten(2, (self.groups, -1))
+    @cached_property
+    def dt_bchs(self) -> Tensor:
+        """The step size, head by head."""
+        return self.dt_bcqh.transpose(2, 3).contiguous()
 
     @cached_property
+    def x_bchqp(self) -> Tensor:
+        """x, head by head."""
+        return _head_major(self.x_bcqhp)
+
+    def times_similarity(self, tensor_bchts: Tensor) -> Tensor:
+        """A new tensor [b, c, h, t, s], each head multiplied by its group's similarity."""
+        return (tensor_bchts.unflatten(2, (self.groups, -1)) * self.similarity_bcgts.unsqueeze(3)).flatten(2, 3)
+
     def scores_bchts(self) -> Tensor:
-        """The weight of dt_s x_s in y_t within a chunk."""
-        scores = self.split_heads(self.decay_bchts) * self.per_head(self.similarity_bcgts)
-        return scores.flatten(2, 3).tril_()
-
-    @cached_property
-    def stepped_x_bchqp(self) -> Tensor:
-        """dt x, head by head."""
-        return _head_major(self.x_bcqhp * self.dt_bcqh.unsqueeze(4))
+        """The weight of x_s in y_t within a chunk, a D per head included."""
+        scores = self.times_similarity(self.decay_bchts).mul_(self.dt_bchs.unsqueeze(3)).tril_()
+        if self.skip_h is not None:
+            scores.diagonal(dim1=3, dim2=4).add_(self.skip_h.unsqueeze(1))
+        return scores
 
     @cached_property
     def decayed_x_bcgqw(self) -> Tensor:
         """dt x decayed to the end of the chunk."""
         return _grouped(self.x_bcqhp * (self.dt_bcqh * self.to_state_bcqh).unsqueeze(4), self.groups)
 
-    def across_states(self) -> Tensor:
-        """The decay over a whole chunk, to multiply a state: [b, c, g, 1, r, 1]."""
-        return self.across_bch.unflatten(2, (self.groups, -1))[:, :, :, None, :, None]
-
     def pass_states(self, state_bgnrp: Tensor) -> tuple[Tensor, Tensor]:
         """The states before each chunk [b, c, g, n, r, p], and the one after the block."""
-        added_bcgnrp = (self.b_bcgqn.transpose(3, 4) @ self.decayed_x_bcgqw).unflatten(4, state_bgnrp.shape[3:])
-        across = self.across_states()
-        before = []
-        for chunk in range(self.span.chunks):
-            before.append(state_bgnrp)
-            state_bgnrp = torch.addcmul(added_bcgnrp[:, chunk], state_bgnrp, across[:, chunk])
-        return torch.stack(before, dim=1), state_bgnrp
+        added = (self.b_bcgqn.transpose(3, 4) @ self.decayed_x_bcgqw).unflatten(4, state_bgnrp.shape[3:])
+        return _pass(added, state_bgnrp, self.across_bch.unflatten(2, (self.groups, -1)), range(self.span.chunks))
 
-    def ungated_output(self, before_bcgnrp: Tensor) -> tuple[Tensor, Tensor]:
-        """y without D and gate [b, c, q, h, p], and the part of it that comes from the states."""
-        from_state_bcqhp = _ungrouped(self.c_bcgqn @ before_bcgnrp.flatten(4), self.heads)
-        from_state_bcqhp = from_state_bcqhp * self.from_state_bcqh.unsqueeze(4)
-        within_bchqp = self.scores_bchts @ self.stepped_x_bchqp
-        return from_state_bcqhp + within_bchqp.transpose(2, 3), from_state_bcqhp
+    def pass_state_gradients(self, grad_bcqhp: Tensor, grad_state_bgnrp: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the states after each chunk [b, c, g, n, r, p], and of the one before the block."""
+        decayed_bcgqw = _grouped(grad_bcqhp, self.groups)
+        added = (self.c_bcgqn.transpose(3, 4) @ decayed_bcgqw).unflatten(4, grad_state_bgnrp.shape[3:])
+        across = self.across_bch.unflatten(2, (self.groups, -1))
+        return _pass(added, grad_state_bgnrp, across, range(self.span.chunks - 1, -1, -1))
+
+    def from_states(self, before_bcgnrp: Tensor) -> Tensor:
+        """The part of y that comes from the states [b, c, q, h, p]."""
+        read_bcqhp = _ungrouped(self.c_bcgqn @ before_bcgnrp.flatten(4), self.heads)
+        return read_bcqhp.mul_(self.from_state_bcqh.unsqueeze(4))
+
+    def within_chunks(self) -> Tensor:
+        """The part of y that comes from x in the same chunk, with D x where D is one number per head."""
+        return (self.scores_bchts() @ self.x_bchqp).transpose(2, 3)
+
+
+def _pass(added: Tensor, state: Tensor, across_bcgr: Tensor, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Walk the chunks in `order`: state <- across * state + added. Returns the states met [b, c, ...] and the last."""
+    met = torch.empty_like(added)
+    for place, chunk in enumerate(order):
+        if place == 0:
+            met[:, chunk] = state
+        following = met[:, order[place + 1]] if place + 1 < len(order) else torch.empty_like(state)
+        across = across_bcgr[:, chunk, :, None, :, None]
+        state = torch.addcmul(added[:, chunk], met[:, chunk], across, out=following)
+    return met, state
 
 
 @dataclass(frozen=True)
@@ -215,11 +238,13 @@ class _Inputs:
         scores_per_chunk = batch * heads * self.chunk_size**2
         return list(_spans(length, self.chunk_size, max(1, scores_per_chunk), self.x.device.type))
 
-    def skip(self) -> Tensor | None:
-        """D, to multiply x [..., h, p]."""
-        if self.d is None:
-            return None
-        return self.d.to(self.wide) if self.d.dim() == 2 else self.d.to(self.wide).unsqueeze(1)
+    def skip_per_head(self) -> Tensor | None:
+        """D [h], where it is one number per head."""
+        return self.d.to(self.wide) if self.d is not None and self.d.dim() == 1 else None
+
+    def skip_per_feature(self) -> Tensor | None:
+        """D [h, p], where it has one number per feature."""
+        return self.d.to(self.wide) if self.d is not None and self.d.dim() == 2 else None
 
     def state_shape(self) -> tuple[int, int, int, int, int]:
         """[b, g, n, r, p]."""
@@ -260,19 +285,20 @@ class _ChunkScan(torch.autograd.Function):
             state = x.new_zeros(inputs.state_shape(), dtype=inputs.wide)
         else:
             state = _from_public_state(initial_states, b.shape[2], inputs.wide)
-        skip = inputs.skip()
+        skip = inputs.skip_per_feature()
         y = x.new_empty(x.shape)
         block_states = []
         for span in inputs.spans():
             block = _Block(span, inputs)
             block_states.append(state)
             before, state = block.pass_states(state)
-            y_block, _ = block.ungated_output(before)
+            y_block = block.from_states(before).add_(block.within_chunks())
             if skip is not None:
-                y_block = y_block.addcmul_(block.x_bcqhp, skip)
-            if z is not None:
-                y_block = y_block.mul_(torch.nn.functional.silu(span.cut(z).to(inputs.wide)))
-            span.cut(y).copy_(y_block)
+                y_block.addcmul_(block.x_bcqhp, skip)
+            if z is None:
+                span.cut(y).copy_(y_block)
+            else:
+                torch.mul(y_block, silu(span.cut(z).to(inputs.wide)), out=span.cut(y))
         ctx.save_for_backward(x, dt, a, b, c, d, z, seq_idx, *block_states)
         ctx.chunk_size = chunk_size
         ctx.initial_dtype = None if initial_states is None else initial_states.dtype
@@ -295,21 +321,20 @@ class _Backward:
     def __init__(self, inputs: _Inputs, grad_state_bgnrp: Tensor) -> None:
         self._inputs = inputs
         self._grad_state = grad_state_bgnrp
-        self._skip = inputs.skip()
+        self._a_h = inputs.a.to(inputs.wide)
+        self._skip_hp = inputs.skip_per_feature()
         self._x, self._dt, self._b, self._c = (
             torch.empty_like(tensor, memory_format=torch.contiguous_format)
             for tensor in (inputs.x, inputs.dt, inputs.b, inputs.c)
         )
         self._z = None if inputs.z is None else torch.empty_like(inputs.z, memory_format=torch.contiguous_format)
-        self._a = inputs.a.new_zeros(inputs.a.shape, dtype=inputs.wide)
-        self._d = None if inputs.d is None else inputs.d.new_zeros(inputs.x.shape[2:], dtype=inputs.wide)
+        self._a = torch.zeros_like(self._a_h)
+        self._d = None if inputs.d is None else inputs.d.new_zeros(inputs.d.shape, dtype=inputs.wide)
 
     def gradients(self, initial_dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
         """Gradients of x, dt, a, b, c, d, z and the initial states, in their dtypes and shapes."""
         inputs = self._inputs
-        grad_d = self._d
-        if grad_d is not None and inputs.d is not None:
-            grad_d = (grad_d if inputs.d.dim() == 2 else grad_d.sum(1)).to(inputs.d.dtype)
+        grad_d = None if self._d is None or inputs.d is None else self._d.to(inputs.d.dtype)
         initial = None if initial_dtype is None else _to_public_state(self._grad_state).to(initial_dtype)
         return self._x, self._dt, self._a.to(inputs.a.dtype), self._b, self._c, grad_d, self._z, initial
 
@@ -317,76 +342,71 @@ class _Backward:
         """Add one block, given the state before it and the gradient of its (gated) output."""
         block = _Block(span, self._inputs)
         before_bcgnrp, _ = block.pass_states(state_bgnrp)
-        y_bcqhp, from_state_bcqhp = block.ungated_output(before_bcgnrp)
-        grad_bcqhp = self._gate_and_skip(block, y_bcqhp, grad_bcqhp)
-        grad_after_bcgnrp, grad_across_bch = self._states(block, before_bcgnrp, grad_bcqhp)
+        from_states_bcqhp = block.from_states(before_bcgnrp)
+        if self._inputs.z is not None:
+            grad_bcqhp = self._gate(block, self._inputs.z, from_states_bcqhp, grad_bcqhp)
+        # The step's own decay multiplies what comes after it: first what the states gave to later positions, ...
+        grad_log_bcqh = (grad_bcqhp * from_states_bcqhp).sum(4)
+        read_bcqhp = grad_bcqhp * block.from_state_bcqh.unsqueeze(4)
+        after_bcgnrp, self._grad_state = block.pass_state_gradients(read_bcqhp, self._grad_state)
 
-        # The gradient of dt x, and of the log decay up to each position.
-        from_scores_bcqhp, grad_log_bcqh, grad_similarity_bcgts = _scores_backward(block, _head_major(grad_bcqhp))
-        into_bcqhp = _ungrouped(block.b_bcgqn @ grad_after_bcgnrp.flatten(4), block.heads)
-        grad_stepped = from_scores_bcqhp.addcmul(into_bcqhp, block.to_state_bcqh.unsqueeze(4))
-        into_bcqh = (into_bcqhp * block.x_bcqhp).sum(4).mul_(block.to_state_bcqh * block.dt_bcqh)
-        grad_log_bcqh += (grad_bcqhp * from_state_bcqhp).sum(4)
-        # A step decays what comes after it in these sums, what came before it in the chunk's own state, and the state.
+        # ... what earlier positions gave to later ones, ...
+        grad_x_bchqp, grad_dt_bcqh, from_scores_bcqh, grad_similarity_bcgts = self._scores(block, grad_bcqhp)
+        grad_log_bcqh += from_scores_bcqh
         grad_rate_bcqh = grad_log_bcqh.flip(2).cumsum(2).flip(2)
-        grad_rate_bcqh += into_bcqh.cumsum(2) - into_bcqh
-        grad_rate_bcqh += grad_across_bch.unsqueeze(2)
+        # ... what earlier positions gave to the state after the chunk, and what the state before gave to it.
+        into_bcqhp = _ungrouped(block.b_bcgqn @ after_bcgnrp.flatten(4), block.heads)
+        into_bcqh = (into_bcqhp * block.x_bcqhp).sum(4).mul_(block.to_state_bcqh)
+        grad_dt_bcqh = grad_dt_bcqh + into_bcqh
+        into_bcqh = into_bcqh.mul_(block.dt_bcqh)
+        grad_rate_bcqh += into_bcqh.cumsum(2).sub_(into_bcqh)
+        kept_bch = (after_bcgnrp * before_bcgnrp).sum((3, 5)).flatten(2).mul_(block.across_bch)
+        grad_rate_bcqh += kept_bch.unsqueeze(2)
 
-        a_h = self._inputs.a.to(self._inputs.wide)
-        grad_dt = (grad_stepped * block.x_bcqhp).sum(4).addcmul_(grad_rate_bcqh, a_h)
-        span.cut(self._dt).copy_(grad_dt)
         self._a += (grad_rate_bcqh * block.dt_bcqh).sum((0, 1, 2))
-        grad_x = grad_stepped.mul_(block.dt_bcqh.unsqueeze(4))
-        if self._skip is not None:
-            grad_x.addcmul_(grad_bcqhp, self._skip)
-        span.cut(self._x).copy_(grad_x)
-
-        from_state_grad = _grouped(grad_bcqhp * block.from_state_bcqh.unsqueeze(4), block.groups)
-        grad_c = from_state_grad @ before_bcgnrp.flatten(4).transpose(3, 4) + grad_similarity_bcgts @ block.b_bcgqn
-        grad_b = block.decayed_x_bcgqw @ grad_after_bcgnrp.flatten(4).transpose(3, 4)
-        grad_b += grad_similarity_bcgts.transpose(3, 4) @ block.c_bcgqn
-        span.cut(self._c).copy_(grad_c.transpose(2, 3))
-        span.cut(self._b).copy_(grad_b.transpose(2, 3))
-
-    def _gate_and_skip(self, block: _Block, y_bcqhp: Tensor, grad_bcqhp: Tensor) -> Tensor:
-        """Gradients of z and D; returns the gradient of y before the gate."""
-        if self._inputs.z is not None and self._z is not None:
-            if self._skip is not None:
-                y_bcqhp = y_bcqhp.addcmul(block.x_bcqhp, self._skip)
-            z = block.span.cut(self._inputs.z).to(self._inputs.wide)
-            sigmoid = z.sigmoid()
-            silu = z * sigmoid
-            slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
-            block.span.cut(self._z).copy_(slope.mul_(y_bcqhp).mul_(grad_bcqhp))
-            grad_bcqhp = grad_bcqhp * silu
-        if self._d is not None:
+        span.cut(self._dt).copy_(grad_dt_bcqh.addcmul_(grad_rate_bcqh, self._a_h))
+        weight_bcqh1 = (block.dt_bcqh * block.to_state_bcqh).unsqueeze(4)
+        grad_x_bcqhp = into_bcqhp.mul_(weight_bcqh1).add_(grad_x_bchqp.transpose(2, 3))
+        if self._skip_hp is not None and self._d is not None:
             self._d += (grad_bcqhp * block.x_bcqhp).sum((0, 1, 2))
-        return grad_bcqhp
+            grad_x_bcqhp.addcmul_(grad_bcqhp, self._skip_hp)
+        span.cut(self._x).copy_(grad_x_bcqhp)
 
-    def _states(self, block: _Block, before_bcgnrp: Tensor, grad_bcqhp: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the state's gradient back: the one after each chunk, and that of each chunk's log decay [b, c, h]."""
-        decayed_bcgqw = _grouped(grad_bcqhp * block.from_state_bcqh.unsqueeze(4), block.groups)
-        read_bcgnrp = (block.c_bcgqn.transpose(3, 4) @ decayed_bcgqw).unflatten(4, before_bcgnrp.shape[4:])
-        across = block.across_states()
-        after: list[Tensor] = []
-        for chunk in reversed(range(block.span.chunks)):
-            after.insert(0, self._grad_state)
-            self._grad_state = torch.addcmul(read_bcgnrp[:, chunk], self._grad_state, across[:, chunk])
-        after_bcgnrp = torch.stack(after, dim=1)
-        grad_across_bch = (after_bcgnrp * before_bcgnrp).sum((3, 5)).flatten(2) * block.across_bch
-        return after_bcgnrp, grad_across_bch
+        before_bcgnw, after_bcgnw = before_bcgnrp.flatten(4), after_bcgnrp.flatten(4)
+        grad_c = _grouped(read_bcqhp, block.groups) @ before_bcgnw.transpose(3, 4)
+        grad_b = block.decayed_x_bcgqw @ after_bcgnw.transpose(3, 4)
+        span.cut(self._c).copy_((grad_c + grad_similarity_bcgts @ block.b_bcgqn).transpose(2, 3))
+        span.cut(self._b).copy_((grad_b + grad_similarity_bcgts.transpose(3, 4) @ block.c_bcgqn).transpose(2, 3))
 
+    def _gate(self, block: _Block, z_blhp: Tensor, from_states_bcqhp: Tensor, grad_bcqhp: Tensor) -> Tensor:
+        """The gradient of z; returns the gradient of y before the gate."""
+        z = block.span.cut(z_blhp).to(self._inputs.wide)
+        y = from_states_bcqhp + block.within_chunks()
+        if self._skip_hp is not None:
+            y.addcmul_(block.x_bcqhp, self._skip_hp)
+        assert self._z is not None
+        block.span.cut(self._z).copy_(torch.ops.aten.silu_backward(y.mul_(grad_bcqhp), z))
+        return grad_bcqhp * silu(z)
 
-def _scores_backward(block: _Block, grad_bchqp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of dt x [b, c, q, h, p], of the log decay [b, c, q, h] and of C B^T [b, c, g, t, s]."""
-    grad_stepped_bchqp = block.scores_bchts.transpose(3, 4) @ grad_bchqp
-    grad_scores_bchts = grad_bchqp @ block.stepped_x_bchqp.transpose(3, 4)
-    # The decay above the diagonal may be infinite: cut before and after it is multiplied.
-    grad_scores_bchts.mul_(block.decay_bchts).tril_()
-    by_group = block.split_heads(grad_scores_bchts)
-    grad_similarity_bcgts = by_group.sum(3)
-    if block.same_sequence_bcts is not None:
-        grad_similarity_bcgts.mul_(block.same_sequence_bcts.unsqueeze(2))
-    grad_log_bchts = (by_group * block.per_head(block.similarity_bcgts)).flatten(2, 3).tril_(-1)
-    grad_log_bchq = grad_log_bchts.sum(4) - grad_log_bchts.sum(3)
-    return grad_stepped_bchqp.transpose(2, 3), grad_log_bchq.transpose(2, 3), grad_similarity_bcgts
+    def _scores(self, block: _Block, grad_bcqhp: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x [b, c, h, q, p], of dt and of the log decay [b, c, q, h], of C B^T [b, c, g, t, s]."""
+        grad_bchqp = _head_major(grad_bcqhp)
+        grad_x_bchqp = block.scores_bchts().transpose(3, 4) @ grad_bchqp
+        grad_scores = grad_bchqp @ block.x_bchqp.transpose(3, 4)
+        if block.skip_h is not None and self._d is not None:
+            self._d += grad_scores.diagonal(dim1=3, dim2=4).sum((0, 1, 3))
+        # The decay above the diagonal may be infinite: cut what was multiplied by it.
+        grad_scores.mul_(block.decay_bchts).tril_()
+        grad_dt_bchts = block.times_similarity(grad_scores)
+        diagonal = grad_dt_bchts.diagonal(dim1=3, dim2=4)
+        grad_dt_bchs = diagonal.clone()
+        diagonal.zero_()  # no decay from a position to itself
+        column_bchs = grad_dt_bchts.sum(3)
+        grad_dt_bchs += column_bchs
+        row_bcht = (grad_dt_bchts @ block.dt_bchs.unsqueeze(4)).squeeze(4)
+        grad_log_bchq = row_bcht - column_bchs.mul_(block.dt_bchs)
+        by_group = grad_scores.mul_(block.dt_bchs.unsqueeze(3)).unflatten(2, (block.groups, -1))
+        grad_similarity_bcgts = by_group.sum(3)
+        if block.same_sequence_bcts is not None:
+            grad_similarity_bcgts.mul_(block.same_sequence_bcts.unsqueeze(2))
+        return grad_x_bchqp, grad_dt_bchs.transpose(2, 3), grad_log_bchq.transpose(2, 3), grad_similarity_bcgts
