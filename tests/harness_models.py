@@ -21,6 +21,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.core import parallel_state
@@ -129,6 +130,7 @@ def build_hybrid(
     wide_options: dict[str, Any] | None = None,
     replay: bool = False,
     block_size: int | None = None,
+    stack_spec: ModuleSpec = local_hybrid_stack_spec,
     **config_options: Any,
 ) -> HybridModel:
     """Build an ordinary hybrid, or with num_streams a wide one, drawing from the same seed. Arguments as build_gpt."""
@@ -148,7 +150,7 @@ def build_hybrid(
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return model_class(
         config,
-        local_hybrid_stack_spec,
+        stack_spec,
         VOCABULARY,
         SEQUENCE,
         hybrid_layer_pattern=pattern,

@@ -94,7 +94,9 @@ def check_shortcut_pattern(pattern: str, args: Namespace) -> None:
             shortcut_pairs(segment)
         except UnpairedLayerError as unpaired:
             position = start + unpaired.index
-            raise pointed_error(f"layer E at position {position + 1} {unpaired}", pattern, position) from None
+            raise pointed_error(
+                f"'E' at position {position + 1} of the pattern {unpaired}", pattern, position
+            ) from None
 
 
 def check_shortcut_moe_arguments(args: Namespace) -> None:

@@ -65,7 +65,7 @@ class _ShortcutMoEStack:
             return shortcut_pairs(self.layer_type_list)
         except UnpairedLayerError as unpaired:
             segment = "".join(self.layer_type_list)
-            raise ValueError(f"layer {unpaired.index + 1} of the pipeline segment '{segment}' {unpaired}") from None
+            raise ValueError(f"'E' at position {unpaired.index + 1} of the segment '{segment}' {unpaired}") from None
 
     def forward(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Run the stack. Arguments as HybridStack.forward."""

@@ -18,14 +18,14 @@ class UnpairedLayerError(ValueError):
 
     Args:
         index: its zero-based index in the segment.
-        reason: what is ahead of it.
+        where: what is ahead of it.
     """
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, index: int, where: str) -> None:
         self.index = index
         super().__init__(
-            f"is an MoE layer (E) {reason}; shortcut MoE pairs every E with an attention, Mamba or MLP layer directly "
-            "before it in the same pipeline segment"
+            f"stands {where}; shortcut MoE pairs every E with an attention, Mamba or MLP layer directly before it in the "
+            "same pipeline segment"
         )
 
 
