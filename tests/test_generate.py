@@ -23,13 +23,20 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.training import destroy_global_state
 
 from megatron.core.models.gpt.wide_residual_gpt_model import WideResidualGPTModel
+from megatron.core.models.hybrid.wide_residual_hybrid_model import WideResidualHybridModel
 from megatron.cpu.host import training_host
 from megatron.cpu.replacements import Replacements
 from megatron.patches.offline_tokenizers import install_tokenizers
 from megatron.training.generation.checkpoint_location import find_checkpoint
 from megatron.training.generation.checkpoint_model import open_checkpoint
 from megatron.training.generation.continuation import Continuation, Limits
-from megatron.training.generation.decoder import CachedDecoder, Decoder, RecomputingDecoder, make_decoder
+from megatron.training.generation.decoder import (
+    CachedDecoder,
+    Decoder,
+    RecomputingDecoder,
+    cache_obstacle,
+    make_decoder,
+)
 from megatron.training.generation.sampler import Sampler, Sampling
 from megatron.training.model_kinds import MODEL_KINDS
 from megatron.training.pretrain_entry import parse_training_arguments
@@ -53,7 +60,14 @@ WIDE = [
     *("--normalization", "RMSNorm", "--norm-epsilon", "0.01", "--untie-embeddings-and-output-weights"),
     *("--disable-bias-linear", "--recompute-granularity", "selective", "--recompute-modules", "residual_stream"),
 ]
+HYBRID = [
+    *BASE[2:],
+    *("--hybrid-layer-pattern", "M*-ME", "--wide-residual", "2"),
+    *("--normalization", "RMSNorm", "--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--mamba-num-groups", "2", "--mamba-head-dim", "16", "--mamba-state-dim", "16"),
+]
 TWO_RANKS = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+TWO_STAGES = ["--hybrid-layer-pattern", "M*|-ME", "--pipeline-model-parallel-size", "2"]
 PROMPT = "Grüße, λ"
 
 
@@ -69,6 +83,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """torch_dist, written by two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("wide")
     pretrain([*WIDE, *TWO_RANKS, "--save", "checkpoints"], folder, processes=2)
+    return folder / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torch_dist, written by two pipeline ranks."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    pretrain([*HYBRID, *TWO_STAGES, "--save", "checkpoints"], folder, processes=2, script="pretrain_mamba.py")
     return folder / "checkpoints"
 
 
@@ -93,17 +115,20 @@ def records(generate: Any, load: Path, *options: str) -> list[dict[str, Any]]:
 # ---- the checkpoints
 
 
-@pytest.mark.parametrize("name", ["ordinary", "wide"])
+@pytest.mark.parametrize("name", ["ordinary", "wide", "hybrid"])
 def test_the_cache_changes_nothing(name: str, request: pytest.FixtureRequest, generate: Any) -> None:
     load = request.getfixturevalue(name)
+    compared = 0
     for choice in ([], ["--temperature", "1.5", "--top-p", "0.95", "--seed", "5", "--num-samples", "2"]):
         cached = records(generate, load, "--prompt", PROMPT, *choice)
         anew = records(generate, load, "--prompt", PROMPT, "--no-cache", *choice)
         for with_cache, without in zip(cached, anew, strict=True):
             assert with_cache["tokens"] == without["tokens"]
             assert with_cache["logprobs"] == pytest.approx(without["logprobs"], abs=1e-4)
-        assert len(cached[0]["tokens"]) + len(PROMPT.encode()) == CONTEXT
-        assert cached[0]["stopped"] == "context"
+            compared += len(with_cache["tokens"])
+            fills_context = len(with_cache["tokens"]) + len(PROMPT.encode()) == CONTEXT
+            assert with_cache["stopped"] == ("context" if fills_context else "end of text")
+    assert compared > 30
 
 
 def test_text_goes_to_stdout_alone_and_is_the_one_of_json(wide: Path, generate: Any) -> None:
@@ -164,22 +189,25 @@ def test_an_end_of_text_ends_the_continuation(ordinary: Path, generate: Any) -> 
     assert (chosen, run.stopped) == (tokens[: tokens.index(end)], "end of text")
 
 
-@pytest.mark.parametrize("name", ["ordinary", "wide"])
+@pytest.mark.parametrize("name", ["ordinary", "wide", "hybrid"])
 def test_the_model_is_the_one_that_was_trained(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration is that of the training command line, field by field, but for what concerns the run alone."""
-    flags = {"ordinary": ORDINARY, "wide": WIDE}[name]
+    flags = {"ordinary": ORDINARY, "wide": WIDE, "hybrid": HYBRID}[name]
+    wanted = {"ordinary": GPTModel, "wide": WideResidualGPTModel, "hybrid": WideResidualHybridModel}[name]
     load = request.getfixturevalue(name)
     with training_host() as host, open_checkpoint(find_checkpoint(load), host) as loaded:
         rebuilt = get_model_config(loaded.model)
         built = unwrap_model(loaded.model)
-        assert type(built) is {"ordinary": GPTModel, "wide": WideResidualGPTModel}[name]
+        assert type(built) is wanted
         assert not built.training
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
     with single_process_megatron(), Replacements() as replaced:
         install_tokenizers(replaced)
-        trained = MODEL_KINDS["gpt"].config(parse_training_arguments("cpu")).transformer
+        trained = (
+            MODEL_KINDS["hybrid" if name == "hybrid" else "gpt"].config(parse_training_arguments("cpu")).transformer
+        )
         destroy_global_state()
     of_the_run = {field.name for field in fields(trained) if field.name.startswith("recompute_")}
     of_the_run |= {"residual_stream_recompute_num_layers", "init_method", "output_layer_init_method"}
@@ -336,6 +364,14 @@ def test_cached_logits_are_the_recomputed_ones_within_bf16_rounding(megatron: No
     logits = torch.stack([decoder.advance(piece) for piece in ([3, 1, 4, 1, 5], *([token] for token in tokens[:-1]))])
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max().item() < 0.05 * expected.abs().max().item()
+
+
+def test_experts_of_limited_capacity_are_not_cached(megatron: None) -> None:
+    experts = {**MODELS["experts"], "moe_pad_expert_input_to_capacity": False}
+    assert cache_obstacle(build_gpt(**experts)) is None
+    obstacle = cache_obstacle(build_gpt(4, **experts, moe_expert_capacity_factor=1.0))
+    assert obstacle is not None
+    assert "--moe-expert-capacity-factor" in obstacle
 
 
 def test_a_cached_step_computes_one_token(megatron: None) -> None:

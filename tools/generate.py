@@ -252,9 +252,8 @@ def run(args: argparse.Namespace) -> None:
             generate(args, loaded, prompts, sampling)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return the exit status."""
-    args = parse_arguments(argv)
+def _status(args: argparse.Namespace) -> int:
+    """Run; print what the user can put right as one line."""
     try:
         with quiet_imports():
             from megatron.cpu.host import HostChoiceError
@@ -267,13 +266,20 @@ def main(argv: list[str] | None = None) -> int:
     except (GenerationError, HostChoiceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return the exit status."""
+    args = parse_arguments(argv)
+    try:
+        return _status(args)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has gone: nothing is left to say, not even by the interpreter's last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return 0
 
 
 if __name__ == "__main__":

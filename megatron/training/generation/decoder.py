@@ -4,8 +4,8 @@
     logits_v = decoder.advance(prompt_tokens)      # the logits after the last of them
     logits_v = decoder.advance([token])
 
-Cached: megatron-core's StaticInferenceContext keeps the keys and values of every attention layer; a step computes the
-new token alone. Anew: every step runs the whole prefix as training does.
+Cached: megatron-core's StaticInferenceContext keeps the keys and values of every attention layer and the states of
+every Mamba layer; a step computes the new token alone. Anew: every step runs the whole prefix as training does.
 
 What always holds: both give the same logits up to rounding, and no gradients are recorded.
 
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -83,6 +84,8 @@ def cache_obstacle(model: Any) -> str | None:
         return "the cache of multi-latent attention is not tested here"
     if config.experimental_attention_variant is not None:
         return f"the cache of {config.experimental_attention_variant} is not tested here"
+    if any(isinstance(module, GatedDeltaNet) for module in model.modules()):
+        return "gated delta nets have none"
     if config.moe_expert_capacity_factor is not None:
         return "experts of limited capacity (--moe-expert-capacity-factor) drop tokens by their company"
     return None
