@@ -99,7 +99,7 @@ show_progress() {
         /validation loss at iteration/ {
             match($0, /lm loss value: [^ ]+/); printf "  validation loss %.4f\n", substr($0, RSTART + 15, RLENGTH - 15)
         }
-        /^> (host|parameters|residual):/ { print "  " substr($0, 3) }
+        /^> (host|parameters|residual|unigram entropy[^:]*):/ { print "  " substr($0, 3) }
         { fflush() }'
 }
 

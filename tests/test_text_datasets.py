@@ -121,17 +121,17 @@ def test_the_fingerprint_sees_every_kind_of_change(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_sampled_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
-    from megatron.training.data.corpus import _sampled_blocks
+    from megatron.training.data.corpus import sampled_blocks
 
     path = tmp_path / "large"
     content = np.arange(3_000_000, dtype=np.uint32).tobytes()
     path.write_bytes(content)
-    blocks = list(_sampled_blocks(str(path), 1 << 20))
+    blocks = list(sampled_blocks(str(path), 1 << 20))
     assert sum(map(len, blocks)) <= 1 << 20
     assert content.startswith(blocks[0])
     assert content.endswith(blocks[-1])
     assert len(set(blocks)) == len(blocks)
-    assert b"".join(_sampled_blocks(str(path), 1 << 30)) == content
+    assert b"".join(sampled_blocks(str(path), 1 << 30)) == content
 
 
 # Samples

@@ -1,6 +1,6 @@
-"""The all-to-all token dispatcher hands lists of int to the collective on the CPU host.
+"""The all-to-all token dispatcher hands host integers to the collective on the CPU host.
 
-Upstream turns the split sizes into host values only when they lie on a GPU; on the CPU they stay tensors, which
+Upstream turns the split sizes into NumPy arrays only when they lie on a GPU; on the CPU they stay tensors, which
 `all_to_all_single` refuses. MoELayer names its dispatcher classes itself and the conversion is a module function called
 by name: no seam. Installed by the CPU host alone.
 """
@@ -18,7 +18,7 @@ from megatron.patches import UpstreamPatch
 def _convert_on_cpu(maybe_move_tensor_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if as_numpy and torch.is_tensor(tensor) and tensor.device.type == "cpu":
-            return tensor.tolist()
+            return tensor.detach().numpy()
         return maybe_move_tensor_to_cpu(tensor, as_numpy=as_numpy, record_stream=record_stream)
 
     return move_to_host

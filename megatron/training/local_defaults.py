@@ -171,6 +171,12 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
             "--num-experts without transformer-engine needs --disable-bias-linear: the experts of --transformer-impl "
             "local cannot add linear biases."
         )
+    predicts_more = args.mtp_num_layers or "/" in (args.hybrid_layer_pattern or args.hybrid_override_pattern or "")
+    if predicts_more and args.position_embedding_type not in ("rope", "none"):
+        raise LocalChoiceError(
+            f"multi-token prediction (--mtp-num-layers, or / in a layer pattern) cannot shift the positions of "
+            f"--position-embedding-type {args.position_embedding_type}: give rope or none."
+        )
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "

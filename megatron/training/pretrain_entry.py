@@ -177,6 +177,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     from megatron.cpu.replacements import Replacements
     from megatron.patches import apply_patches
     from megatron.patches.offline_tokenizers import install_tokenizers
+    from megatron.training.data.unigram import describe_unigram_entropy
     from megatron.training.language_batches import forward_step
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
 
@@ -190,6 +191,8 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
             host, (ArgumentExtension(_no_flags, before_validation=kind.check), *ARGUMENT_EXTENSIONS)
         )
         check_corpus(args, get_tokenizer())
+        if args.rank == 0 and (line := describe_unigram_entropy(args)) is not None:
+            print(f"> {line}", flush=True)
         apply_patches(_patches_of_run(args), replaced)
         pretrain(
             pretrain_cfg_container_from_args(args, kind.config(args)),

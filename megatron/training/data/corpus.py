@@ -102,7 +102,7 @@ def _file_size(path: str, prefix: str) -> int:
 
 def largest_sampled_token(index: CorpusIndex) -> int:
     """Return the largest token id found in evenly spaced blocks of the .bin (all of it when it is small)."""
-    blocks = _sampled_blocks(index.prefix + ".bin", _BIN_BYTES_HASHED)
+    blocks = sampled_blocks(index.prefix + ".bin", _BIN_BYTES_HASHED)
     return max(int(np.frombuffer(block, index.dtype).max()) for block in blocks)
 
 
@@ -123,12 +123,12 @@ def _fingerprint(prefix: str, state: tuple) -> str:  # `state` only keys the cac
     digest = hashlib.blake2b(digest_size=16)
     for path, limit in ((prefix + ".idx", _IDX_BYTES_HASHED), (prefix + ".bin", _BIN_BYTES_HASHED)):
         digest.update(struct.pack("<Q", os.path.getsize(path)))
-        for block in _sampled_blocks(path, limit):
+        for block in sampled_blocks(path, limit):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _sampled_blocks(path: str, limit: int) -> Iterator[bytes]:
+def sampled_blocks(path: str, limit: int) -> Iterator[bytes]:
     """Yield the file in blocks of 64 KiB; beyond `limit` bytes, limit/64 KiB evenly spaced blocks, first and last among
     them. Blocks begin at multiples of 64 KiB, so tokens are never cut."""
     blocks = -(-os.path.getsize(path) // _BLOCK)

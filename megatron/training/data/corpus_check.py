@@ -128,7 +128,7 @@ def check_corpus(args: argparse.Namespace, tokenizer: Any = None) -> None:
             raise DataError("--full-validation reads every validation corpus once; give the prefixes without weights.")
         samples = 0
         for prefix in prefixes:
-            if _is_object_storage(prefix):
+            if is_object_storage(prefix):
                 return  # sizes are not known without fetching; upstream checks while building
             if prefix not in indices:
                 indices[prefix] = read_corpus_index(prefix)
@@ -211,7 +211,8 @@ def _check_end_of_document(args: argparse.Namespace, tokenizer: Any) -> None:
         raise DataError(f"{given[0]} acts at the end-of-document token, and this tokenizer has none. Leave it out.")
 
 
-def _is_object_storage(prefix: str) -> bool:
+def is_object_storage(prefix: str) -> bool:
+    """Whether the prefix names a remote store, whose sizes are not known without fetching."""
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
 
     return bool(is_object_storage_path(prefix))
