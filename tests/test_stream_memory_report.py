@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
+from harness_models import transformer_config
 
 from megatron.cpu.host import cpu_host
 from megatron.training.layer_activations import lone_rank
 from megatron.training.pretrain_entry import validated_arguments
+from megatron.training.stream_layout import choose_block_size
 from megatron.training.stream_memory_report import StreamMemoryReport, build_report
 from megatron.training.wide_residual_builders import gpt_model_config_from_args
 
@@ -139,6 +142,12 @@ def test_auto_takes_the_block_that_the_report_marks(pipeline: int, monkeypatch: 
     assert chosen == found.best_block_size
 
 
+def test_auto_counts_one_branch_a_layer_in_a_hybrid_stack() -> None:
+    config = transformer_config(num_layers=8, add_bias_linear=False)
+    # Units of D: 8/N blocks of 4, 2 for each read and norm of a block, 4 for each write but the last: 34, 24, 26, ...
+    assert choose_block_size(Namespace(hybrid_layer_pattern="M*-EM*-E"), config, 4) == 2
+
+
 def test_a_wide_model_with_the_best_block_holds_little_more_than_the_ordinary_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,8 +156,9 @@ def test_a_wide_model_with_the_best_block_holds_little_more_than_the_ordinary_on
     flags = [*size, "--max-position-embeddings=1024", "--micro-batch-size=1", "--wide-residual=4", *NO_DROPOUT]
     recompute = ["--recompute-granularity=selective", "--recompute-modules=core_attn"]
     # Without attention scores, as a fused attention keeps them, the streams weigh most.
-    (stage,) = report(monkeypatch, *flags, *recompute, sizes=(1,)).stages
-    best = next(row for row in stage.rows if row.model == "replay" and row.measured_held and row.block_size != 1)
+    found = report(monkeypatch, *flags, *recompute, sizes=(2,))
+    (stage,) = found.stages
+    best = stage.row("replay", found.best_block_size)
     ordinary, wide = stage.row("ordinary"), stage.row("wide")
     for row in (ordinary, wide, best):
         assert row.measured_held is not None
