@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from harness_models import BATCH, SEQUENCE, WIDTH, build_hybrid, controllers, run, single_process_megatron, token_batch
-from harness_pretrain import TINY_GPT, pretrain, pretrain_killed_after
+from harness_pretrain import TINY_GPT, pretrain
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -389,20 +389,20 @@ def test_a_stack_refuses_an_unpaired_moe_layer_itself() -> None:
 # ---- training runs ----
 
 
-def test_a_killed_run_resumes_bit_equal_and_another_setting_is_refused(tmp_path: Path) -> None:
-    options = [*TINY_GPT[2:], *SHORTCUT, "--wide-residual", "2", "--train-iters", "8", "--moe-shortcut-parallel"]
+def test_a_resumed_run_is_bit_equal_and_another_setting_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*TINY_GPT[2:], *SHORTCUT, "--wide-residual", "2", "--train-iters", "6", "--moe-shortcut-parallel"]
     options += ["--recompute-granularity", "selective", "--recompute-modules", "residual_stream"]
-    saving = [*options, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", "2"]
-    whole = pretrain(options, tmp_path, script=SCRIPT)
+    folder = str(tmp_path / "checkpoints")
+    whole = pretrain([*options, "--save", folder, "--save-interval", "3"], tmp_path, script=SCRIPT)
     assert whole.log.count("> --moe-shortcut-parallel: a CPU has no CUDA streams") == 1
-    pretrain_killed_after(5, saving, tmp_path, script=SCRIPT)
-    saved = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved in (2, 4, 6), f"nothing useful was saved: {saved}"
     # The flags come from the checkpoint.
     ours = ("--moe-shortcut-connection", "--moe-shortcut-parallel")
-    bare = [option for option in saving if option not in ours]
-    resumed = pretrain([*bare, "--use-checkpoint-args"], tmp_path, script=SCRIPT)
-    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > saved}
+    bare = [option for option in options if option not in ours]
+    resume = ["--load", folder, "--ckpt-step", "3"]
+    resumed = pretrain([*bare, *resume, "--use-checkpoint-args"], tmp_path, script=SCRIPT)
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
     assert "> --moe-shortcut-parallel: a CPU has no CUDA streams" in resumed.log
-    refusal = pretrain(bare, tmp_path, expect_status=2, script=SCRIPT).log
+    refusal = refused("hybrid", [*bare[len(TINY_GPT[2:]) :], *resume], monkeypatch)
     assert "was written with --moe-shortcut-connection; add it" in refusal
