@@ -220,7 +220,7 @@ def causal_conv1d_update(
     """
     activated = _is_activated(silu_activation)
     x_bsd = x.unsqueeze(1) if x.dim() == 2 else x
-    slots, active = state_slots(conv_state_indices, x_bsd.shape[0], x.device)
+    slots, active = state_slots(conv_state_indices, x_bsd, conv_state)
     wide, taps = accumulation_dtype(x.dtype), weight.shape[1]
     x_asd = x_bsd[active]
     state_adm = conv_state[slots]
@@ -248,10 +248,18 @@ def causal_conv1d_update(
     return y_bsd.view_as(x)
 
 
-def state_slots(indices: Tensor | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which slots of a state cache a batch uses, and which entries of the batch are in use (index not negative)."""
+def state_slots(indices: Tensor | None, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Which slots of a state cache the sequences of x [b, ...] use, and which of them are in use (index not negative).
+
+    Without indices sequence i has slot i. Raises ValueError when there is not one slot per sequence then.
+    """
     if indices is None:
-        every = torch.arange(batch, device=device)
+        if x.shape[0] != state.shape[0]:
+            raise ValueError(
+                f"x has {x.shape[0]} sequences, the state cache {state.shape[0]}: without indices they must be equal. "
+                "MambaMixer's static decoding hands a batch over as the tokens of one sequence: decode one at a time."
+            )
+        every = torch.arange(x.shape[0], device=x.device)
         return every, every
     active = (indices >= 0).nonzero().squeeze(1)
     return indices[active].long(), active

@@ -345,21 +345,19 @@ class _Backward:
         from_states_bcqhp = block.from_states(before_bcgnrp)
         if self._inputs.z is not None:
             grad_bcqhp = self._gate(block, self._inputs.z, from_states_bcqhp, grad_bcqhp)
-        # The step's own decay multiplies what comes after it: first what the states gave to later positions, ...
-        grad_log_bcqh = (grad_bcqhp * from_states_bcqhp).sum(4)
         read_bcqhp = grad_bcqhp * block.from_state_bcqh.unsqueeze(4)
         after_bcgnrp, self._grad_state = block.pass_state_gradients(read_bcqhp, self._grad_state)
 
-        # ... what earlier positions gave to later ones, ...
-        grad_x_bchqp, grad_dt_bcqh, from_scores_bcqh, grad_similarity_bcgts = self._scores(block, grad_bcqhp)
-        grad_log_bcqh += from_scores_bcqh
-        grad_rate_bcqh = grad_log_bcqh.flip(2).cumsum(2).flip(2)
-        # ... what earlier positions gave to the state after the chunk, and what the state before gave to it.
+        # The decay of a step multiplies all that passes it. Within a chunk, what earlier positions gave to it or later;
+        # every pair is summed where it belongs, because sums over all pairs would cancel and lose a small gradient.
+        grad_x_bchqp, grad_dt_bcqh, grad_rate_bcqh, grad_similarity_bcgts = self._scores(block, grad_bcqhp)
+        # What the states gave to it or later positions,
+        grad_rate_bcqh += (grad_bcqhp * from_states_bcqhp).sum(4).flip(2).cumsum(2).flip(2)
+        # what earlier positions gave to the state after the chunk, and what the state before the chunk gave to that.
         into_bcqhp = _ungrouped(block.b_bcgqn @ after_bcgnrp.flatten(4), block.heads)
         into_bcqh = (into_bcqhp * block.x_bcqhp).sum(4).mul_(block.to_state_bcqh)
         grad_dt_bcqh = grad_dt_bcqh + into_bcqh
-        into_bcqh = into_bcqh.mul_(block.dt_bcqh)
-        grad_rate_bcqh += into_bcqh.cumsum(2).sub_(into_bcqh)
+        grad_rate_bcqh[:, :, 1:] += into_bcqh.mul_(block.dt_bcqh)[:, :, :-1].cumsum(2)
         kept_bch = (after_bcgnrp * before_bcgnrp).sum((3, 5)).flatten(2).mul_(block.across_bch)
         grad_rate_bcqh += kept_bch.unsqueeze(2)
 
@@ -389,7 +387,7 @@ class _Backward:
         return grad_bcqhp * silu(z)
 
     def _scores(self, block: _Block, grad_bcqhp: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x [b, c, h, q, p], of dt and of the log decay [b, c, q, h], of C B^T [b, c, g, t, s]."""
+        """Gradients of x [b, c, h, q, p], of dt and of dt A [b, c, q, h], of C B^T [b, c, g, t, s]."""
         grad_bchqp = _head_major(grad_bcqhp)
         grad_x_bchqp = block.scores_bchts().transpose(3, 4) @ grad_bchqp
         grad_scores = grad_bchqp @ block.x_bchqp.transpose(3, 4)
@@ -397,16 +395,14 @@ class _Backward:
             self._d += grad_scores.diagonal(dim1=3, dim2=4).sum((0, 1, 3))
         # The decay above the diagonal may be infinite: cut what was multiplied by it.
         grad_scores.mul_(block.decay_bchts).tril_()
-        grad_dt_bchts = block.times_similarity(grad_scores)
-        diagonal = grad_dt_bchts.diagonal(dim1=3, dim2=4)
-        grad_dt_bchs = diagonal.clone()
-        diagonal.zero_()  # no decay from a position to itself
-        column_bchs = grad_dt_bchts.sum(3)
-        grad_dt_bchs += column_bchs
-        row_bcht = (grad_dt_bchts @ block.dt_bchs.unsqueeze(4)).squeeze(4)
-        grad_log_bchq = row_bcht - column_bchs.mul_(block.dt_bchs)
+        pairs_bchts = block.times_similarity(grad_scores)
+        grad_dt_bchs = pairs_bchts.sum(3)
+        pairs_bchts.mul_(block.dt_bchs.unsqueeze(3))
+        # Pair (t, s) passes the steps s+1 .. t: sum over s before j, then over t from j on.
+        before_sj = torch.ones_like(pairs_bchts[0, 0, 0]).triu_(1)
+        grad_rate_bchj = (pairs_bchts @ before_sj).tril_().sum(3)
         by_group = grad_scores.mul_(block.dt_bchs.unsqueeze(3)).unflatten(2, (block.groups, -1))
         grad_similarity_bcgts = by_group.sum(3)
         if block.same_sequence_bcts is not None:
             grad_similarity_bcgts.mul_(block.same_sequence_bcts.unsqueeze(2))
-        return grad_x_bchqp, grad_dt_bchs.transpose(2, 3), grad_log_bchq.transpose(2, 3), grad_similarity_bcgts
+        return grad_x_bchqp, grad_dt_bchs.transpose(2, 3), grad_rate_bchj.transpose(2, 3), grad_similarity_bcgts

@@ -52,7 +52,7 @@ def selective_state_update(
     else:
         b, c = B, C
     wide = accumulation_dtype(state.dtype if state.dtype == torch.float64 else x.dtype)
-    slots, active = state_slots(state_batch_indices, x.shape[0], x.device)
+    slots, active = state_slots(state_batch_indices, x, state)
     x_ashp, dt_ashp, b_asgn, c_asgn = (tensor[active].to(wide) for tensor in (x, dt, b, c))
     if dt_bias is not None:
         dt_ashp = dt_ashp + dt_bias.to(wide)
