@@ -78,6 +78,12 @@ def test_a_checkpoint_says_what_the_model_is(tool: Any, tmp_path: Path, capsys: 
     assert reports[0] == reports[1]
     model = reports[0]["model"]
     assert (model["num_layers"], model["hidden_size"], model["num_streams"], model["seq_length"]) == (2, 64, 3, 32)
+    torch.save(
+        {"args": Namespace(**{**vars(args), "wide_residual": None}), "iteration": 1, "checkpoint_version": 3.0},
+        plain / "model_optim_rng.pt",
+    )
+    assert tool.main(["--checkpoint", str(tmp_path / "plain"), "--ckpt-format", "torch"]) == 2
+    assert "the checkpoint's model has one residual stream" in capsys.readouterr().err
     status = tool.main(["--checkpoint", str(tmp_path / "saved"), "--wide-residual", "4"])
     assert status == 2
     assert "--wide-residual is 4 on the command line and 3 in the checkpoint" in capsys.readouterr().err
@@ -96,7 +102,7 @@ def test_a_checkpoint_says_what_the_model_is(tool: Any, tmp_path: Path, capsys: 
             ["--wide-residual=4", "--num-experts=4", "--disable-bias-linear", "--tensor-model-parallel-size=2"],
             "report on --tensor-model-parallel-size 1",
         ),
-        (["--wide-residual", "4", "--mtp-num-layers", "1"], "--mtp-num-layers: "),
+        (["--wide-residual=4", "--mtp-num-layers=1", "--position-embedding-type=rope"], "--mtp-num-layers: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -3,7 +3,7 @@
 
     python tools/report_stream_memory.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 \\
         --seq-length 1024 --wide-residual 4 --bf16
-    python tools/report_stream_memory.py --checkpoint runs/gpt/checkpoints --wide-residual 4 --json memory.json
+    python tools/report_stream_memory.py --checkpoint runs/wide/checkpoints --json memory.json
     python tools/report_stream_memory.py --measure --plot memory.png -- --num-layers 12 ...
 
 The model is given by Megatron's own flags, or by those that a checkpoint stores (torch_dist or plain format); flags
@@ -82,6 +82,10 @@ def parse_own_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]
 def complete_arguments(args: argparse.Namespace) -> None:
     """Set what a memory report needs and the user may leave open, before upstream validates."""
     if args.wide_residual is None:
+        if args.use_checkpoint_args:
+            raise ReportError(
+                "the checkpoint's model has one residual stream; give its flags and --wide-residual K instead of it"
+            )
         raise ReportError("no --wide-residual K given: there are no wide streams to report on; give 2 or more")
     if getattr(args, "hybrid_layer_pattern", None):
         raise ReportError("--hybrid-layer-pattern: this report knows GPT models only; leave it out")
