@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# From nothing to a comparison on real text: set-up, a corpus and a tokenizer, then an ordinary GPT and the same GPT
+# From nothing to a comparison on real text: set-up, a corpus and a tokenizer, then an ordinary model and the same model
 # with wide residual streams from the same seed, their losses side by side. About 4 minutes on 2 CPU cores after the
 # set-up; on a machine with a GPU the same commands use it.
 #
 #   ./scripts/quickstart.sh
+#   MODEL=hybrid ./scripts/quickstart.sh
 #   STREAMS=2 TRAIN_ITERS=1000 RUN_DIR=runs/longer ./scripts/quickstart.sh
 #
+#   MODEL        gpt, or hybrid: Mamba, attention, MLP and MoE layers in the pattern M*-ME- (default gpt)
 #   TRAIN_ITERS  steps of each run, 2048 tokens each (default 160)
 #   STREAMS      residual streams of the wide model (default 4)
-#   RUN_DIR      where everything is written (default runs/quickstart)
+#   RUN_DIR      where everything is written (default runs/quickstart, runs/quickstart-hybrid)
 #
 # What always holds: what is finished is not done again; an interrupted training goes on from its last checkpoint;
 # results of other settings are never mixed in. Needs nothing but what scripts/setup.sh installs; no account, no hub.
@@ -17,13 +19,29 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 train_iters=${TRAIN_ITERS:-160}
 streams=${STREAMS:-4}
-run_dir=${RUN_DIR:-runs/quickstart}
+model=${MODEL:-gpt}
 python=.venv/bin/python
 export WANDB_MODE=${WANDB_MODE:-offline} WANDB_SILENT=true TOKENIZERS_PARALLELISM=false
 
 say() { printf '\nquickstart: %s\n' "$*"; }
 die() { printf 'quickstart: %s\n' "$@" >&2; exit 2; }
 
+case $model in
+    gpt)
+        script=pretrain_gpt.py default_run_dir=runs/quickstart
+        layers=(--num-layers 6)
+        ;;
+    hybrid)
+        script=pretrain_mamba.py default_run_dir=runs/quickstart-hybrid
+        layers=(
+            --hybrid-layer-pattern "M*-ME-" --mamba-head-dim 32 --mamba-state-dim 32 --mamba-num-groups 1
+            --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 192 --moe-shared-expert-intermediate-size 192
+            --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+        )
+        ;;
+    *) die "MODEL=$model: gpt or hybrid is wanted." ;;
+esac
+run_dir=${RUN_DIR:-$default_run_dir}
 [[ $train_iters =~ ^[1-9][0-9]*$ ]] || die "TRAIN_ITERS=$train_iters: a whole number from 1 is wanted."
 [[ $streams =~ ^[0-9]+$ && $streams -ge 2 ]] || die "STREAMS=$streams: a whole number from 2 is wanted."
 trap 'printf "\nquickstart: interrupted. Nothing is broken; start it again and it goes on from here.\n" >&2; exit 130' INT TERM
@@ -51,7 +69,7 @@ fi
 
 at_least_1() { echo $(($1 > 1 ? $1 : 1)); }
 settings=(
-    --num-layers 6 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256
+    "${layers[@]}" --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256
     --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --bf16
     --micro-batch-size 8 --global-batch-size 8 --train-iters "$train_iters" --seed 1234
@@ -80,7 +98,7 @@ train() {
     printf '%s\n' "${flags[*]}" >"$folder/settings"
     say "[$step/5] training: $name (everything that the trainer says goes to $folder/train.log)"
     # The reader of the log outlives ^C, so that the log is whole.
-    "$python" pretrain_gpt.py "${flags[@]}" --save "$folder/checkpoints" --load "$folder/checkpoints" \
+    "$python" "$script" "${flags[@]}" --save "$folder/checkpoints" --load "$folder/checkpoints" \
         --tensorboard-dir "$folder/tensorboard" --wandb-exp-name "$name" --wandb-save-dir "$folder" 2>&1 |
         (trap '' INT; tee -a "$folder/train.log" | show_progress) ||
         die "training $name failed; the last lines of $folder/train.log:" "$(tail -n 5 "$folder/train.log")"

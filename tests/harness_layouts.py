@@ -70,7 +70,11 @@ MODELS["hybrid"] = [
     *("--moe-shared-expert-intermediate-size", "64"),
 ]
 MODELS["wide4-hybrid"] = [*MODELS["hybrid"], *_WIDE, "4"]
-MODELS["wide3-hybrid-mtp"] = [*MODELS["hybrid"], *_WIDE, "3", *_RETENTION, "--hybrid-layer-pattern", "M*|-E/M*"]
+MODELS["wide3-hybrid-mtp"] = [
+    *MODELS["hybrid"],
+    *(*_WIDE, "3", *_RETENTION, "--hybrid-layer-pattern", "M*-E/M*"),
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+]
 MODELS["wide2-mtp"] = [*MODELS["llama"], *_WIDE, "2", "--mtp-num-layers", "1"]
 PRECISIONS: dict[str, list[str]] = {
     "fp32": [],
@@ -164,17 +168,18 @@ def _launch(world_size: int, entries: list[dict[str, Any]], folder: Path) -> Non
     plan = folder / f"plan-{world_size}-{entries[0]['name']}.json"
     plan.write_text(json.dumps({"folder": str(folder), "entries": entries}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run(
-        [*command, __file__, str(plan)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    (folder / f"{plan.stem}.log").write_text(done.stdout)
-    assert done.returncode == 0, f"{plan.stem} failed:\n{done.stdout[-6000:]}"
+    log = folder / f"{plan.stem}.log"
+    # A file, not a pipe: what a failed rank leaves running (checkpoint writers) would keep a pipe open for ever.
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, __file__, str(plan)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    assert done.returncode == 0, f"{plan.stem} failed:\n{log.read_text()[-6000:]}"
 
 
 def _read(name: str, folder: Path) -> Result:

@@ -33,6 +33,13 @@ TINY_GPT = [
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--weight-decay", "0.1"),
     *("--eval-interval", "1000", "--eval-iters", "1", "--log-interval", "1", "--seed", "7"),
 ]
+# The same for pretrain_mamba.py: one layer of each kind, with a shared expert.
+TINY_HYBRID = [
+    *TINY_GPT[2:],
+    *("--hybrid-layer-pattern", "M*-E", "--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
+    *("--moe-shared-expert-intermediate-size", "64", "--mamba-head-dim", "16", "--mamba-state-dim", "16"),
+    *("--mamba-num-groups", "2"),
+]
 _STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ \|")
 
 
@@ -134,16 +141,22 @@ RESUME_STEPS = 20
 
 
 def assert_resumes_bit_equal(
-    options: Sequence[str], folder: Path, *, whole: Run | None = None, kill_after: int = 7, save_interval: int = 5
+    options: Sequence[str],
+    folder: Path,
+    *,
+    whole: Run | None = None,
+    kill_after: int = 7,
+    save_interval: int = 5,
+    script: str = "pretrain_gpt.py",
 ) -> None:
     """Kill a run of RESUME_STEPS steps, start it again, and compare every later loss with an uninterrupted run's."""
-    whole = whole or pretrain(options, folder)
+    whole = whole or pretrain(options, folder, script=script)
     assert sorted(whole.losses) == list(range(1, RESUME_STEPS + 1)), "not every step's loss was written"
     saving = [*options, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", str(save_interval)]
-    killed = pretrain_killed_after(kill_after, saving, folder)
+    killed = pretrain_killed_after(kill_after, saving, folder, script=script)
     assert RESUME_STEPS not in killed.logged_steps, "the run had ended before it could be killed"
     saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(save_interval, RESUME_STEPS, save_interval), f"nothing useful was saved: {saved}"
-    resumed = pretrain(saving, folder)
+    resumed = pretrain(saving, folder, script=script)
     expected = {step: loss for step, loss in whole.losses.items() if step > saved}
     assert resumed.losses == expected, "the resumed run's losses are not those of the uninterrupted run"

@@ -118,7 +118,9 @@ def test_other_settings_are_not_mixed_in(finished, run_dir: Path, variables: dic
     assert (run_dir / "results.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "value"), [("TRAIN_ITERS", "many"), ("TRAIN_ITERS", "0"), ("STREAMS", "1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("TRAIN_ITERS", "many"), ("TRAIN_ITERS", "0"), ("STREAMS", "1"), ("MODEL", "rnn")]
+)
 def test_bad_variables_are_refused_before_anything_is_done(tmp_path: Path, name: str, value: str) -> None:
     done = run_script(QUICKSTART, **{"RUN_DIR": str(tmp_path / "new"), name: value})
     assert (done.returncode, done.stdout) == (2, "")

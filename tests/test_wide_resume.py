@@ -90,6 +90,11 @@ def test_refused_checkpoint_ends_the_run_with_status_2_and_one_line(checkpoint: 
         (["--wide-residual", "4", "--recompute-modules", "residual_stream"], "needs --recompute-granularity selective"),
         (["--wide-residual", "4", "--num-experts", "4"], "needs --disable-bias-linear"),
         (["--wide-residual", "4", "--save", "checkpoints"], "--save needs --save-interval"),
+        (["--mtp-num-layers", "1"], "--position-embedding-type learned_absolute: give rope or none"),
+        (
+            ["--mtp-num-layers", "1", "--position-embedding-type", "rope", "--pipeline-model-parallel-size", "2"],
+            "give --untie-embeddings-and-output-weights",
+        ),
         (
             ["--wide-residual", "4", "--wide-residual-streamwise-sigmoid-init-scale", "-1"],
             "--wide-residual-streamwise-sigmoid-init-scale is -1.0",

@@ -171,16 +171,27 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
             "--num-experts without transformer-engine needs --disable-bias-linear: the experts of --transformer-impl "
             "local cannot add linear biases."
         )
-    predicts_more = args.mtp_num_layers or "/" in (args.hybrid_layer_pattern or args.hybrid_override_pattern or "")
-    if predicts_more and args.position_embedding_type not in ("rope", "none"):
-        raise LocalChoiceError(
-            f"multi-token prediction (--mtp-num-layers, or / in a layer pattern) cannot shift the positions of "
-            f"--position-embedding-type {args.position_embedding_type}: give rope or none."
-        )
+    _check_multi_token_prediction(args)
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "
             f"--transformer-impl local cannot split a sequence. Use 1."
+        )
+
+
+def _check_multi_token_prediction(args: argparse.Namespace) -> None:
+    """Refuse two combinations on which megatron-core 0.19.2 ends with an assertion, one of them at the first save."""
+    if not (args.mtp_num_layers or "/" in (args.hybrid_layer_pattern or args.hybrid_override_pattern or "")):
+        return
+    what = "multi-token prediction (--mtp-num-layers, or / in a layer pattern)"
+    if args.position_embedding_type not in ("rope", "none"):
+        raise LocalChoiceError(
+            f"{what} cannot shift the positions of --position-embedding-type {args.position_embedding_type}: give rope "
+            "or none."
+        )
+    if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
+        raise LocalChoiceError(
+            f"{what} on a pipeline cannot save tied embeddings: give --untie-embeddings-and-output-weights."
         )
 
 
