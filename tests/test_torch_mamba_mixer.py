@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from megatron.core.ssm import mamba_mixer, torch_mamba_operators
+from megatron.core.ssm import torch_mamba_operators
 from megatron.core.ssm.torch_mamba_operators import use_torch_mamba_operators
 from megatron.cpu.replacements import Replacements
 

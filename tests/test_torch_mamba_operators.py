@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from megatron.core.ssm import torch_chunk_scan
+from megatron.core.ssm import torch_chunk_block
 from megatron.core.ssm.torch_chunk_scan import chunk_scan
 from megatron.core.ssm.torch_mamba_scan import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, step_size
 
@@ -102,7 +102,7 @@ def test_blocks_of_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     case = scan_case(length=70, groups=2, packed=True)
     found = []
     for scores in (1, 1 << 30):
-        monkeypatch.setattr(torch_chunk_scan, "_SCORES_PER_BLOCK", {DEVICE: scores})
+        monkeypatch.setattr(torch_chunk_block, "_SCORES_PER_BLOCK", {DEVICE: scores})
         outputs = scanned(case, 8)
         found.append([*outputs, *gradients(outputs, case).values()])
     for one, other in zip(*found, strict=True):

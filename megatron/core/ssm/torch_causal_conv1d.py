@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ssm.torch_chunk_scan import accumulation_dtype
+from megatron.core.ssm.torch_accumulation import accumulation_dtype
 
 _ELEMENTS_PER_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}
 _ACTIVATIONS = ("silu", "swish")

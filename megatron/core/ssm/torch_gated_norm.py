@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ssm.torch_chunk_scan import accumulation_dtype
+from megatron.core.ssm.torch_accumulation import accumulation_dtype
 
 
 class RMSNorm(torch.nn.Module):

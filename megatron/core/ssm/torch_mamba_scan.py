@@ -20,8 +20,9 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.ssm.torch_accumulation import accumulation_dtype
 from megatron.core.ssm.torch_causal_conv1d import causal_conv1d
-from megatron.core.ssm.torch_chunk_scan import accumulation_dtype, chunk_scan
+from megatron.core.ssm.torch_chunk_scan import chunk_scan
 from megatron.core.ssm.torch_gated_norm import gated_rms_norm
 
 # The scores inside a chunk grow with its size, the states between chunks with its inverse: measured best on the CPU

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.ssm.torch_accumulation import accumulation_dtype
 from megatron.core.ssm.torch_causal_conv1d import state_slots
-from megatron.core.ssm.torch_chunk_scan import accumulation_dtype
 
 
 def selective_state_update(
