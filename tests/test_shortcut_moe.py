@@ -33,7 +33,7 @@ from megatron.training.pretrain_entry import ARGUMENT_EXTENSIONS, ArgumentExtens
 
 PATTERN = "M*E-E"
 SCRIPT = "pretrain_mamba.py"
-AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+AUX: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,7 +177,8 @@ def test_every_parameter_has_a_gradient(num_streams: int | None) -> None:
 
 
 def test_parallel_computes_the_same_bits() -> None:
-    assert_same_bits(result(build(num_streams=4, parallel=True)), result(build(num_streams=4)))
+    found = result(build(num_streams=4, parallel=True, transformer_impl="local"))
+    assert_same_bits(found, result(build(num_streams=4)))
 
 
 def test_prediction_depths_stay_ordinary() -> None:
@@ -379,6 +380,32 @@ def test_a_config_with_an_option_that_cannot_run_is_refused(option: str, value: 
     setattr(config, option, value)
     with pytest.raises(ValueError, match="cannot be used with --moe-shortcut-connection"):
         check_shortcut_options(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"overlap_param_gather": True}, "--overlap-param-gather cannot be used with --moe-shortcut-parallel"),
+        ({"moe_latent_size": 16}, "--moe-latent-size cannot be used with --moe-shortcut-parallel"),
+        ({"transformer_impl": "transformer_engine"}, "needs --moe-router-dtype fp64"),
+        ({"transformer_impl": "transformer_engine", "moe_router_dtype": "fp32"}, "needs --moe-router-dtype fp64"),
+        ({"transformer_impl": "transformer_engine", "moe_router_dtype": "fp64"}, None),
+    ],
+)
+def test_what_cannot_run_on_two_streams_is_refused_in_parallel_alone(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain", *TINY_GPT[2:], *SHORTCUT])
+    args = validated_arguments("cpu")
+    for name, value in changes.items():
+        assert hasattr(args, name), f"megatron-core knows no {name} any more"
+        setattr(args, name, value)
+    check_shortcut_options(args)
+    if reason is None:
+        check_shortcut_options(args, parallel=True)
+        return
+    with pytest.raises(ValueError, match=reason):
+        check_shortcut_options(args, parallel=True)
 
 
 def test_a_stack_refuses_an_unpaired_moe_layer_itself() -> None:

@@ -16,13 +16,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron.core.models.hybrid.shortcut_pairs import MOE_SYMBOL, UnpairedLayerError, shortcut_pairs
-from megatron.core.transformer.moe.shortcut_moe_options import SHORTCUT_FLAG, check_shortcut_options
+from megatron.core.transformer.moe.shortcut_moe_options import PARALLEL_FLAG, SHORTCUT_FLAG, check_shortcut_options
 from megatron.training.hybrid_patterns import DEPTH, PIPE, pointed_error
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
-
-PARALLEL_FLAG = "--moe-shortcut-parallel"
 
 
 def add_shortcut_moe_args(parser: ArgumentParser) -> ArgumentParser:
@@ -39,7 +37,8 @@ def add_shortcut_moe_args(parser: ArgumentParser) -> ArgumentParser:
         PARALLEL_FLAG,
         action="store_true",
         help=f"With {SHORTCUT_FLAG}: run the routed experts on a CUDA stream of their own, beside the layer before "
-        "them. The numbers are the same; on a CPU nothing changes.",
+        "them. The numbers are the same; on a CPU nothing changes. With Transformer Engine it needs --moe-router-dtype "
+        "fp64.",
     )
     return parser
 
@@ -111,7 +110,7 @@ def check_shortcut_moe_arguments(args: Namespace) -> None:
             f"{SHORTCUT_FLAG} pairs the layers of a hybrid pattern, and a GPT has none: each of its layers holds "
             'attention and MoE as one. Give pretrain_mamba.py --hybrid-layer-pattern "*E*E", or leave it out.'
         )
-    check_shortcut_options(args)
+    check_shortcut_options(args, parallel=args.moe_shortcut_parallel)
     check_shortcut_pattern(pattern, args)
 
 

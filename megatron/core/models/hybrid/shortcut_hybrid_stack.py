@@ -47,7 +47,7 @@ class _ShortcutMoEStack:
         shortcut_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_shortcut_options(config)
+        check_shortcut_options(config, parallel=shortcut_parallel)
         if submodules.moe_layer is not IdentityOp:
             submodules = replace(submodules, moe_layer=shortcut_moe_layer_spec(submodules.moe_layer))
         super().__init__(config, submodules, *args, **kwargs)  # type: ignore[call-arg]

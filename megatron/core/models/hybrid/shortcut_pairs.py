@@ -24,8 +24,8 @@ class UnpairedLayerError(ValueError):
     def __init__(self, index: int, where: str) -> None:
         self.index = index
         super().__init__(
-            f"stands {where}; shortcut MoE pairs every E with an attention, Mamba or MLP layer directly before it in the "
-            "same pipeline segment"
+            f"stands {where}; shortcut MoE pairs every E with an attention, Mamba or MLP layer directly before it in "
+            "the same pipeline segment"
         )
 
 

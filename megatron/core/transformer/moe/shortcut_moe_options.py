@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 SHORTCUT_FLAG = "--moe-shortcut-connection"
+PARALLEL_FLAG = "--moe-shortcut-parallel"
 
 _GRAPHS = "a captured layer cannot take the routed experts' output, which is computed before the layer ahead of it"
 _SHARDED_UNITS = "it gathers the parameters of a layer when that layer runs; the routed experts run before theirs"
@@ -60,19 +61,48 @@ _REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def check_shortcut_options(options: Any) -> None:
+# The same for the routed experts on a CUDA stream of their own. Transformer Engine's dense matrix products share one
+# workspace per device, which two streams must not use at once; its grouped ones, the experts', have others.
+_REFUSED_IN_PARALLEL: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    (
+        "overlap_param_gather",
+        "--overlap-param-gather",
+        bool,
+        "the gathered parameters are awaited on the stream that needs them first, and both streams need them",
+    ),
+    (
+        "moe_latent_size",
+        "--moe-latent-size",
+        bool,
+        "its projections share the workspace of Transformer Engine's matrix products with the layer ahead",
+    ),
+)
+
+
+def _refuse(options: Any, table: tuple[tuple[str, str, Callable[[Any], bool], str], ...], flag: str) -> None:
+    for attribute, option, refused, reason in table:
+        if refused(getattr(options, attribute, None)):
+            raise ValueError(f"{option} cannot be used with {flag}: {reason}. Leave {option} out, or {flag}.")
+
+
+def check_shortcut_options(options: Any, *, parallel: bool = False) -> None:
     """Raise ValueError unless shortcut MoE can run under these options; the message names the option and the reason.
 
     Args:
         options: a TransformerConfig, or the namespace of Megatron's arguments.
+        parallel: whether the routed experts are to run on a CUDA stream of their own.
     """
     if getattr(options, "moe_shared_expert_intermediate_size", None) is None:
         raise ValueError(
             f"{SHORTCUT_FLAG} needs a shared expert, which reads the stream after the layer ahead: give "
             "--moe-shared-expert-intermediate-size"
         )
-    for attribute, option, refused, reason in _REFUSED:
-        if refused(getattr(options, attribute, None)):
-            raise ValueError(
-                f"{option} cannot be used with {SHORTCUT_FLAG}: {reason}. Leave {option} out, or {SHORTCUT_FLAG}."
-            )
+    _refuse(options, _REFUSED, SHORTCUT_FLAG)
+    if not parallel:
+        return
+    _refuse(options, _REFUSED_IN_PARALLEL, PARALLEL_FLAG)
+    if options.transformer_impl == "transformer_engine" and options.moe_router_dtype != "fp64":
+        raise ValueError(
+            f"{PARALLEL_FLAG} with Transformer Engine needs --moe-router-dtype fp64: the router's other matrix "
+            "products share Transformer Engine's workspace with the layer ahead, which runs beside it"
+        )
