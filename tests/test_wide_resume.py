@@ -90,6 +90,7 @@ def test_refused_checkpoint_ends_the_run_with_status_2_and_one_line(checkpoint: 
         (["--wide-residual", "4", "--recompute-modules", "residual_stream"], "needs --recompute-granularity selective"),
         (["--wide-residual", "4", "--num-experts", "4"], "needs --disable-bias-linear"),
         (["--wide-residual", "4", "--save", "checkpoints"], "--save needs --save-interval"),
+        (["--bf16", "--fp32-residual-connection"], "--fp32-residual-connection with --bf16 needs transformer-engine"),
         (["--mtp-num-layers", "1"], "--position-embedding-type learned_absolute: give rope or none"),
         (
             ["--mtp-num-layers", "1", "--position-embedding-type", "rope", "--pipeline-model-parallel-size", "2"],

@@ -55,13 +55,18 @@ def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def _check_wide_residual(args: argparse.Namespace) -> None:
     """Restore the stream layout of a checkpoint where asked, and refuse one that cannot be."""
-    from megatron.training.wide_residual_arguments import check_replay_arguments, wide_residual_config_from_args
+    from megatron.training.wide_residual_arguments import (
+        check_replay_arguments,
+        check_stream_dtype,
+        wide_residual_config_from_args,
+    )
     from megatron.training.wide_residual_checkpoint import restore_and_check_stream_layout
 
     with as_choice_error():
         restore_and_check_stream_layout(args)
         wide_residual_config_from_args(args)
         check_replay_arguments(args)
+        check_stream_dtype(args)
 
 
 def _add_shortcut_moe(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

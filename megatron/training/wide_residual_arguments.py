@@ -134,6 +134,16 @@ def check_replay_arguments(args: Namespace) -> None:
         )
 
 
+def check_stream_dtype(args: Namespace) -> None:
+    """Raise ValueError for an ordinary fp32 stream beside half-precision weights where no norm can take both."""
+    half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    if args.fp32_residual_connection and half and args.wide_residual is None and args.transformer_impl == "local":
+        raise ValueError(
+            f"--fp32-residual-connection with --{half} needs transformer-engine: torch's norms take no fp32 stream "
+            f"beside {half} weights. Leave it out, or give --wide-residual K, whose branches are read in {half}."
+        )
+
+
 def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None:
     """Return the stream layout that the arguments ask for, or None for the ordinary model.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import megatron.core.transformer.multi_token_prediction as mtp
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
@@ -22,12 +23,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
@@ -105,21 +100,13 @@ _MOE_LAYER = ModuleSpec(
 )
 
 # The layers of a prediction depth are those of its pattern; this adds the norms and the projection around them.
+_PREDICTION_DEPTH = mtp.MultiTokenPredictionLayerSubmodules(
+    **dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm), eh_proj=ColumnParallelLinear
+)
 _MTP_BLOCK = ModuleSpec(
-    module=MultiTokenPredictionBlock,
-    submodules=MultiTokenPredictionBlockSubmodules(
-        layer_specs=[
-            ModuleSpec(
-                module=MultiTokenPredictionLayer,
-                submodules=MultiTokenPredictionLayerSubmodules(
-                    enorm=WrappedTorchNorm,
-                    hnorm=WrappedTorchNorm,
-                    eh_proj=ColumnParallelLinear,
-                    mtp_model_layer=None,
-                    layer_norm=WrappedTorchNorm,
-                ),
-            )
-        ]
+    module=mtp.MultiTokenPredictionBlock,
+    submodules=mtp.MultiTokenPredictionBlockSubmodules(
+        layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=_PREDICTION_DEPTH)]
     ),
 )
 
