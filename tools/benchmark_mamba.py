@@ -354,6 +354,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts bytes says on stderr when it starts
     try:
         with quiet_imports():
             import transformers
