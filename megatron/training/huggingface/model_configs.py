@@ -234,6 +234,15 @@ def _check_required(family: Family, config: Any) -> None:
             )
 
 
+def _special_floats(value: Any) -> Any:
+    """Return value with what transformers writes for infinities and NaN, {"__float__": "Infinity"}, as numbers."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _special_floats(item) for name, item in value.items()}
+    return [_special_floats(item) for item in value] if isinstance(value, list) else value
+
+
 def read_config(raw: Mapping[str, Any]) -> HfModel:
     """Return the model that a config.json (parsed) describes.
 
@@ -243,7 +252,9 @@ def read_config(raw: Mapping[str, Any]) -> HfModel:
     family, wide = _family(raw)
     kind = _config_class(family)
     _check_known(raw, kind().to_dict(), wide)
-    plain = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type", "architectures")}
+    plain = _special_floats(
+        {name: value for name, value in raw.items() if name not in ("auto_map", "model_type", "architectures")}
+    )
     try:
         config = kind.from_dict(plain)
     except Exception as error:  # its validators raise all kinds
