@@ -259,7 +259,7 @@ def test_a_folder_without_a_usable_checkpoint_says_what_is_wrong(ordinary: Path,
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     refused(tmp_path, "no checkpoint in .*latest_checkpointed_iteration.txt is not there")
     tracker.write_text("soon")
-    refused(tmp_path, r"holds 'soon', a step number is wanted.*but none is there")
+    refused(tmp_path, r"holds 'soon', a step number is wanted.*no whole checkpoint is there")
     tracker.write_text("7")
     refused(tmp_path, "iter_0000007 is not there")
     (tmp_path / "iter_0000007").mkdir()
@@ -281,13 +281,15 @@ def test_a_checkpoint_that_is_not_the_models_is_not_loaded(
 
     key = "decoder.final_layernorm.bias"
     torch.save({**whole, "model": {k: v for k, v in whole["model"].items() if k != key}}, copy)
-    refused(f"is not this model's.*Missing key.*{key}")
+    refused(f"is not this model's: not in the checkpoint: {key}")
     torch.save({**whole, "model": {**whole["model"], "one.more": torch.zeros(1)}}, copy)
-    refused("is not this model's.*Unexpected key.*one.more")
+    refused("is not this model's: not in the model: one.more")
     torch.save({k: v for k, v in whole.items() if k != "args"}, copy)
     refused("stores no training arguments")
     whole["args"].tensor_model_parallel_size = 2
     torch.save(whole, copy)
+    refused("mp_rank_01/model_optim_rng.pt is missing")
+    shutil.copytree(copy.parent, copy.parents[1] / "mp_rank_01")
     refused("saved by TP 2 in the plain format")
     copy.write_bytes(copy.read_bytes()[:1000])
     refused("cannot be read")
@@ -295,7 +297,7 @@ def test_a_checkpoint_that_is_not_the_models_is_not_loaded(
     shutil.copytree(wide, tmp_path / "wide")
     (data, *_) = sorted((tmp_path / "wide/iter_0000004").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:1000])
-    assert_refused(generate(tmp_path / "wide", "--prompt", "a"), "cannot be read")
+    assert_refused(generate(tmp_path / "wide", "--prompt", "a"), "is not whole: .*distcp has 1,000 bytes")
 
 
 def test_a_torch_dist_checkpoint_with_other_keys_is_not_loaded(wide: Path) -> None:

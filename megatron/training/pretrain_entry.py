@@ -34,10 +34,11 @@ def _nothing_to_do(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class ArgumentExtension:
-    """A group of flags: `add` puts them on the parser; `before_validation` runs on the parsed arguments (after those of
-    a checkpoint were restored), `after_validation` on the validated ones."""
+    """A group of flags: `add` puts them on the parser; `before_restoring` runs on the parsed arguments,
+    `before_validation` after those of a checkpoint were restored, `after_validation` on the validated ones."""
 
     add: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+    before_restoring: Callable[[argparse.Namespace], None] = _nothing_to_do
     before_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
     after_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
 
@@ -45,6 +46,18 @@ class ArgumentExtension:
 def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """An extension that checks flags of upstream's."""
     return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.training.resume.preflight import add_checkpoint_args
+
+    return add_checkpoint_args(parser)
+
+
+def _check_checkpoint(args: argparse.Namespace) -> None:
+    from megatron.training.resume.preflight import check_before_start
+
+    check_before_start(args)
 
 
 def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -69,6 +82,12 @@ def _check_wide_residual(args: argparse.Namespace) -> None:
         check_stream_dtype(args)
 
 
+def _record_wide_residual(args: argparse.Namespace) -> None:
+    from megatron.training.wide_residual_checkpoint import record_stream_layout
+
+    record_stream_layout(args)
+
+
 def _add_shortcut_moe(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     from megatron.training.shortcut_moe_arguments import add_shortcut_moe_args
 
@@ -84,7 +103,10 @@ def _check_shortcut_moe(args: argparse.Namespace) -> None:
 
 # In this order: the check of wide streams restores what a checkpoint stores, the flags of shortcut MoE included.
 ARGUMENT_EXTENSIONS = (
-    ArgumentExtension(_add_wide_residual, before_validation=_check_wide_residual),
+    ArgumentExtension(_add_checkpoint, before_restoring=_check_checkpoint),
+    ArgumentExtension(
+        _add_wide_residual, before_validation=_check_wide_residual, after_validation=_record_wide_residual
+    ),
     ArgumentExtension(_add_shortcut_moe, before_validation=_check_shortcut_moe),
 )
 
@@ -121,6 +143,8 @@ def validated_arguments(
     args = parse_args(add_ours)
     if args.yaml_cfg is not None:
         raise LocalChoiceError("--yaml-cfg is not supported here: give the options on the command line.")
+    for extension in extensions:
+        extension.before_restoring(args)
     if args.use_checkpoint_args:
         if args.load is None and args.pretrained_checkpoint is None:
             raise LocalChoiceError("--use-checkpoint-args needs --load or --pretrained-checkpoint.")
@@ -156,8 +180,9 @@ def _patches_of_run(args: argparse.Namespace) -> list[Any]:
         mixed_parameter_dtypes,
         retention_weight_decay,
     )
+    from megatron.training.resume import staged_save, strict_load
 
-    patches: list[Any] = []
+    patches: list[Any] = [*strict_load.PATCHES, *staged_save.PATCHES]
     if args.use_distributed_optimizer:
         patches += distributed_torch_adam.PATCHES
     if args.wide_residual is not None:
@@ -213,18 +238,23 @@ _PROGRAM_START = time.time()
 
 
 def main(kind: ModelKind) -> int:
-    """Run a training script; returns its exit status: 0, or 2 for an option or a corpus that cannot be used."""
+    """Run a training script; returns its exit status: 0, or 2 for an option, a corpus or a checkpoint that cannot be
+    used, and for a checkpoint that could not be saved."""
     import torch
 
     from megatron.training.data.errors import DataError
     from megatron.training.local_defaults import LocalChoiceError
+    from megatron.training.resume.errors import CheckpointError
 
     try:
         with training_host() as host:
             train(host, kind)
-    except (HostChoiceError, LocalChoiceError, DataError) as error:
-        # Before the processes have met they all find the same; later it may be one rank's alone.
-        if int(os.environ.get("RANK", "0")) == 0 or torch.distributed.is_initialized():
+    except (HostChoiceError, LocalChoiceError, DataError, CheckpointError) as error:
+        # Before the processes have met they all find the same, but for what each node has on its disk; later it may be
+        # one rank's alone.
+        of_node = isinstance(error, CheckpointError) and int(os.environ.get("LOCAL_RANK", "0")) == 0
+        met = torch.distributed.is_initialized() and not getattr(error, "on_all_ranks", False)
+        if int(os.environ.get("RANK", "0")) == 0 or met or (of_node and not torch.distributed.is_initialized()):
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

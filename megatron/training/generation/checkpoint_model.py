@@ -24,20 +24,20 @@ import megatron.training.training as training
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
-from megatron.training.checkpointing import _load_base_checkpoint
 from megatron.training.global_vars import get_tokenizer
 
 from megatron.cpu.host import Host
 from megatron.cpu.replacements import Replacements
 from megatron.patches.offline_tokenizers import install_tokenizers
 from megatron.training.data.errors import DataError
-from megatron.training.generation.checkpoint_location import CheckpointLocation
+from megatron.training.generation.checkpoint_location import CheckpointLocation, checkpoint_errors
 from megatron.training.generation.errors import GenerationError
 from megatron.training.generation.stored_arguments import restore_model_arguments, stored_hybrid_pattern
-from megatron.training.generation.strict_loading import damage_reported, load_plain, load_sharded
+from megatron.training.generation.strict_loading import load_plain, load_sharded
 from megatron.training.local_defaults import LocalChoiceError
 from megatron.training.model_kinds import MODEL_KINDS, ModelKind
 from megatron.training.pretrain_entry import ARGUMENT_EXTENSIONS, ArgumentExtension, parse_training_arguments
+from megatron.training.resume.stored import stored_common
 from megatron.training.wide_residual_arguments import wide_residual_config_from_args
 
 _LAYOUT = (
@@ -78,9 +78,9 @@ class _Stored:
 
 def _read_stored(location: CheckpointLocation, args: argparse.Namespace) -> _Stored:
     """Read the arguments that the checkpoint stores."""
-    with damage_reported(location):
-        state, *_ = _load_base_checkpoint(str(location.load), args, rank0=True)
-    stored = state.get("args") if state else None
+    with checkpoint_errors():
+        state = stored_common(location)
+    stored = state.get("args")
     if stored is None:
         raise GenerationError(
             f"{location.folder} stores no training arguments, so its model is unknown. A checkpoint that "

@@ -1,0 +1,125 @@
+"""Finds a checkpoint on disk: its step, its folder, its format.
+
+    location = find_checkpoint("runs/mine/checkpoints")           # the step that the tracker file names
+    location = find_checkpoint("runs/mine/checkpoints", step=50)
+    holds_nothing("runs/mine/checkpoints")                        # no checkpoint and no trace of one
+
+What always holds: what is returned is there and has a known format (completeness.py tells whether it is whole);
+everything else is a CheckpointError that names what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.training.resume.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+# Where staged_save.py writes; what is in there is no checkpoint yet.
+UNFINISHED = "unfinished_save"
+TORCH_DIST_CONFIG = "metadata.json"
+PLAIN_FILE = "model_optim_rng.pt"
+
+CheckpointFormat = Literal["torch_dist", "torch"]
+
+
+@dataclass(frozen=True)
+class CheckpointLocation:
+    """A checkpoint: the folder given as --load, the step (None for a release), its own folder and its format."""
+
+    load: Path
+    step: int | None
+    folder: Path
+    format: CheckpointFormat
+
+
+def step_folder(load: Path, step: int | None) -> Path:
+    """Return the folder of a step (None: of a release), as upstream names it."""
+    return load / (RELEASE if step is None else f"iter_{step:07d}")
+
+
+def saved_steps(load: Path) -> list[int]:
+    """Return the steps that have a folder, whole or not, ascending."""
+    return sorted(int(match[1]) for entry in load.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", entry.name)))
+
+
+def holds_nothing(load: str | Path) -> bool:
+    """Return whether a folder is absent or has neither tracker file nor folder of a step (or of a release)."""
+    load = Path(load)
+    if not load.is_dir():
+        return not load.exists()
+    return not (load / TRACKER).exists() and not (load / RELEASE).exists() and not saved_steps(load)
+
+
+def tracked_step(load: Path) -> int | None:
+    """Return the step that the tracker file names, or None for a release.
+
+    Raises:
+        CheckpointError: no tracker file, or one that holds anything but a step number (a newline may follow).
+    """
+    tracker = load / TRACKER
+    if not tracker.is_file():
+        parent = load.resolve().parent
+        if (parent / TRACKER).is_file():
+            raise CheckpointError(
+                f"{load} is the folder of one step: give --load {load.parent}, and --ckpt-step for a step that is not "
+                "the latest."
+            )
+        raise CheckpointError(
+            f"no checkpoint in {load}: {TRACKER} is not there{steps_there(load)}. Give the folder that training had as "
+            "--save."
+        )
+    text = tracker.read_bytes().decode("utf-8", "replace").removesuffix("\n")
+    if text == RELEASE:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, a step number is wanted{steps_there(load)}.")
+    return int(text)
+
+
+def steps_there(load: Path) -> str:
+    """Return what to say of the steps that could be chosen instead: those that are whole."""
+    from megatron.training.resume.completeness import whole_steps
+
+    steps = whole_steps(load)
+    if not steps:
+        return ", and no whole checkpoint is there"
+    return f"; whole: {', '.join(map(str, steps))} (--ckpt-step {steps[-1]} takes that one)"
+
+
+def _format(folder: Path) -> CheckpointFormat:
+    if (folder / TORCH_DIST_CONFIG).is_file():
+        return "torch_dist"
+    if any(folder.glob("mp_rank_*")):
+        return "torch"
+    if (folder / ".metadata").exists() and not any(folder.glob("*.distcp")):
+        raise CheckpointError(
+            f"{folder} has the format torch_dcp or fsdp_dtensor; torch_dist or torch (--ckpt-format) is wanted."
+        )
+    raise CheckpointError(
+        f"{folder} holds no checkpoint: neither {TORCH_DIST_CONFIG} (torch_dist) nor mp_rank_00/{PLAIN_FILE} (torch) "
+        f"is there{steps_there(folder.parent)}. Was its saving interrupted?"
+    )
+
+
+def find_checkpoint(load: str | Path, step: int | None = None) -> CheckpointLocation:
+    """Return where the checkpoint is; step None takes the one that the tracker file names.
+
+    Raises:
+        CheckpointError: no such folder, no or a broken tracker file, a step that is not there, an unknown format.
+    """
+    load = Path(load)
+    if not load.is_dir():
+        what = "is no folder" if load.exists() else "no such folder"
+        raise CheckpointError(f"--load {load}: {what}. Give the folder that training had as --save.")
+    named = "--ckpt-step" if step is not None else TRACKER
+    if step is None:
+        step = tracked_step(load)
+    folder = step_folder(load, step)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not there, but {named} names it{steps_there(load)}.")
+    return CheckpointLocation(load, step, folder, _format(folder))
