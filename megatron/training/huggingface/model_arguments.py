@@ -142,7 +142,7 @@ def model_of_arguments(args: Namespace, *, vocabulary: int, host: Any) -> HfMode
         HuggingFaceError: an argument that no model of the family has; the message names it.
     """
     family = family_of_arguments(args)
-    fields = {name: getattr(args, attribute, None) for name, attribute, _ in NUMBER_FIELDS[family]}
+    fields: dict[str, Any] = {name: getattr(args, attribute, None) for name, attribute, _ in NUMBER_FIELDS[family]}
     fields |= {
         "vocab_size": vocabulary,
         "num_hidden_layers": args.num_layers,
@@ -154,9 +154,10 @@ def model_of_arguments(args: Namespace, *, vocabulary: int, host: Any) -> HfMode
         fields |= _rope_fields(args) | {"attention_bias": bool(args.add_bias_linear)}
     else:
         fields["num_heads"] = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
-        if fields["num_heads"] * fields["head_dim"] % args.hidden_size:
+        inner = fields["num_heads"] * args.mamba_head_dim
+        if inner % args.hidden_size:
             raise HuggingFaceError(
-                f"the mixer's width {fields['num_heads'] * fields['head_dim']} is no multiple of the hidden size "
+                f"the mixer's width {inner} is no multiple of the hidden size "
                 f"{args.hidden_size}: transformers' Mamba-2 has a whole expansion factor."
             )
     if getattr(args, "wide_residual", None) is not None:

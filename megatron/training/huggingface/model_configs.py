@@ -161,7 +161,7 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, bool]:
             f"config.json has an auto_map ({', '.join(config['auto_map'])}): the model is run by code of its own, "
             "which may compute anything."
         )
-    return base, wide  # type: ignore[return-value]
+    return base, wide
 
 
 def _check_known(config: Mapping[str, Any], known: Any, wide: bool) -> None:
