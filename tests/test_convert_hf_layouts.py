@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness_hf import llama, mamba2
+from harness_hf import TINY_LLAMA, llama, mamba2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.core.transformer.wide_residual import _MIN_CONTROLLER_NUMEL
+from megatron.training.huggingface.model_arguments import megatron_flags, parse_flags
 from megatron.training.huggingface.model_configs import HfModel, read_config
 from megatron.training.huggingface.name_tables import CONTROLLER_ELEMENTS, RULES, SIZES, tensor_table
 from megatron.training.huggingface.tensor_layouts import (
@@ -130,3 +134,36 @@ def test_the_tables_use_known_sizes_and_the_padding_of_the_model() -> None:
     used = {size for rules in RULES.values() for rule in rules for shape in rule.shapes for size in shape}
     assert used <= set(SIZES)
     assert CONTROLLER_ELEMENTS == _MIN_CONTROLLER_NUMEL
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    {
+        **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rotary_angles_are_those_of_transformers_up_to_long_contexts(rope: dict[str, Any]) -> None:
+    config = LlamaConfig(**TINY_LLAMA | {"head_dim": 64, "max_position_embeddings": 65536, "rope_parameters": rope})
+    described = read_config({**config.to_dict(), "architectures": None})
+    args, _ = parse_flags([*megatron_flags(described, sequence_length=64), "--padded-vocab-size", "128"], "cpu")
+    ours = RotaryEmbedding(
+        args.kv_channels,
+        args.rotary_percent,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        use_cpu_initialization=True,
+        cp_group=torch.distributed.GroupMember.NON_GROUP_MEMBER,
+    )
+    positions = torch.tensor([0, 1, 500, 9000, 60000])
+    found = ours.get_freqs_non_repeated(65536)[positions].double()
+    theirs = LlamaRotaryEmbedding(config)
+    wanted = positions[:, None].double() * theirs.inv_freq.double()
+    assert theirs.attention_scaling == 1
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()

@@ -243,6 +243,16 @@ def _special_floats(value: Any) -> Any:
     return [_special_floats(item) for item in value] if isinstance(value, list) else value
 
 
+def _wide_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of the streams; bounds of retention only where it is learned, as Megatron's flags want it."""
+    found = {name: raw[name] for name, *_ in WIDE_FIELDS if raw.get(name) is not None}
+    if "num_streams" not in found:
+        raise HuggingFaceError("config.json has no num_streams: a wide model's has one.")
+    if not found.get("learned_retention"):
+        found = {name: value for name, value in found.items() if "retention" not in name}
+    return found
+
+
 def read_config(raw: Mapping[str, Any]) -> HfModel:
     """Return the model that a config.json (parsed) describes.
 
@@ -268,6 +278,4 @@ def read_config(raw: Mapping[str, Any]) -> HfModel:
     }
     if family == "llama":
         fields |= _rope(config.rope_parameters) | {"attention_bias": _check_biases(config)}
-    if wide:
-        fields |= {name: raw[name] for name, *_ in WIDE_FIELDS if raw.get(name) is not None}
-    return HfModel(family, fields)
+    return HfModel(family, fields | (_wide_fields(raw) if wide else {}))
