@@ -1,0 +1,241 @@
+"""Tensors inside the .distcp files of a torch_dist checkpoint: each is a torch.save archive at an offset.
+
+    with ChunkFiles(folder) as files:
+        files.read_into(tensor, "__0_0.distcp", offset, length)      # bytes go from the file into the tensor, once
+        files.read_object("__0_0.distcp", offset, length)
+    writer = ChunkWriter(folder)
+    name, offset, length = writer.add_tensor(tensor)                  # or add_object(value), or copy(files, ...)
+
+What always holds: an archive whose shape, dtype or size is not the expected one is a ConversionError; no second copy of
+a tensor is made.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron.training.checkpoints.errors import ConversionError
+
+_STORAGES = {
+    **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
+    **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
+    **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
+}
+_FILE_LIMIT = 8 << 30
+"""A file of the writer is closed once it has grown past this many bytes."""
+
+
+class _Slice(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(self._length - self._at, 0)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+
+class _TensorDescription(pickle.Unpickler):
+    """Reads what torch.save writes of a tensor, without its data."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: (storage, offset, tuple(size), tuple(stride))
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _STORAGES:
+            return name
+        raise ConversionError(f"a tensor is stored as {module}.{name}, which is no plain tensor")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _STORAGES[pid[1]], pid[2], pid[4]
+
+
+def _contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def _read_exactly(file: BinaryIO, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done : done + (64 << 20)])  # type: ignore[attr-defined]
+        if not count:
+            raise ConversionError(f"{file.name} ends in the middle of a tensor: it has been cut off")
+        done += count
+
+
+class ChunkFiles:
+    """Open .distcp files of one folder, to read from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> ChunkFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def file(self, name: str) -> BinaryIO:
+        """Return the open file."""
+        if name not in self._open:
+            try:
+                self._open[name] = open(self.folder / name, "rb", buffering=0)  # noqa: SIM115
+            except OSError as error:
+                raise ConversionError(f"{self.folder / name} cannot be read: {error.strerror}") from error
+        return self._open[name]
+
+    def read_into(self, target: Tensor, name: str, offset: int, length: int) -> None:
+        """Fill target, which is contiguous and has the stored shape and dtype."""
+        file = self.file(name)
+        try:
+            with zipfile.ZipFile(_Slice(file, offset, length)) as archive:  # type: ignore[arg-type]
+                start, description, size = _describe(archive)
+        except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError, struct.error) as error:
+            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {error}") from error
+        (dtype, _, _), storage_offset, shape, stride = description
+        wanted = (target.dtype, tuple(target.shape))
+        if (dtype, shape) != wanted or storage_offset or not _contiguous(shape, stride):
+            raise ConversionError(
+                f"{self.folder / name} holds {str(dtype)[6:]} {list(shape)} at byte {offset}; .metadata says "
+                f"{str(wanted[0])[6:]} {list(wanted[1])}"
+            )
+        if size != target.numel() * target.itemsize:
+            raise ConversionError(f"{self.folder / name} holds {size} bytes at byte {offset}, another size is wanted")
+        file.seek(offset + start)
+        _read_exactly(file, as_bytes(target))
+
+    def read_object(self, name: str, offset: int, length: int) -> Any:
+        """Return what torch.save stored there."""
+        file = self.file(name)
+        file.seek(offset)
+        try:
+            return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=False)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {error}") from error
+
+
+def _describe(archive: zipfile.ZipFile) -> tuple[int, Any, int]:
+    """Return where the only storage of an archive starts, what the tensor is, and the storage's size."""
+    records = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
+    description = _TensorDescription(io.BytesIO(archive.read(records["data.pkl"]))).load()
+    info = records[f"data/{description[0][1]}"]
+    raw = archive.fp
+    assert raw is not None
+    raw.seek(info.header_offset)
+    header = raw.read(30)  # a local file header: lengths of the name and of the extra field are at bytes 26 and 28
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return info.header_offset + 30 + names, description, info.file_size
+
+
+class ChunkWriter:
+    """Writes .distcp files: `__0_0.distcp`, `__0_1.distcp`, ..."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._number = -1
+        self._file: BinaryIO | None = None
+
+    def _current(self) -> tuple[str, BinaryIO]:
+        if self._file is None or self._file.tell() > _FILE_LIMIT:
+            self.close()
+            self._number += 1
+            self._file = open(self.folder / f"__0_{self._number}.distcp", "wb", buffering=0)  # noqa: SIM115
+        return f"__0_{self._number}.distcp", self._file
+
+    def _save(self, value: Any) -> tuple[str, int, int]:
+        name, file = self._current()
+        offset = file.tell()
+        torch.save(value, file)
+        return name, offset, file.tell() - offset
+
+    def add_tensor(self, tensor: Tensor) -> tuple[str, int, int]:
+        """Write a tensor; returns file, offset and length."""
+        tensor = tensor.detach()
+        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # a view would be saved with its whole storage
+        return self._save(tensor)
+
+    def add_object(self, value: Any) -> tuple[str, int, int]:
+        """Write anything that torch.save takes."""
+        return self._save(value)
+
+    def copy(self, files: ChunkFiles, parts: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """Copy stored archives as they are; neighbours in one file are copied in one go."""
+        copied = []
+        for name, offset, length in parts:
+            target, file = self._current()
+            start = file.tell()
+            copy_range(files.file(name), file, offset, length)
+            copied.append((target, start, length))
+        return copied
+
+    def close(self) -> None:
+        """Close the file and make sure that it is on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def copy_range(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> None:
+    """Copy bytes between files inside the kernel, to target's position."""
+    start, done = target.tell(), 0
+    target.flush()
+    while done < length:
+        try:
+            count = os.copy_file_range(source.fileno(), target.fileno(), length - done, offset + done, start + done)
+        except OSError:  # another file system, or one that cannot
+            source.seek(offset + done)
+            block = source.read(min(16 << 20, length - done))
+            os.pwrite(target.fileno(), block, start + done)
+            count = len(block)
+        if not count:
+            raise ConversionError(f"{source.name} ends at byte {offset + done}: it has been cut off")
+        done += count
+    target.seek(start + length)

@@ -1,0 +1,49 @@
+"""The progress bar of a conversion, and how much memory it took.
+
+    with MemoryMeter() as meter, progress_bar(total_bytes, "widen") as bar:
+        bar.update(tensor.nbytes)
+    meter.peak_bytes                     # the most that the process held above what it held before
+
+What always holds: the bar goes to standard error; memory is what the kernel counted (VmHWM), not an estimate.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+def _status(name: str) -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class MemoryMeter:
+    """Measures the peak of this process's resident memory inside a block, above what it was at its start."""
+
+    def __enter__(self) -> MemoryMeter:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current value
+        self._before = (_status("VmRSS") or 0) if Path("/proc/self/status").exists() else 0
+        self.peak_bytes = 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if Path("/proc/self/status").exists():
+            peak = _status("VmHWM") or 0
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.peak_bytes = max(peak - self._before, 0)
+
+
+def progress_bar(total: int, description: str, *, shown: bool | None = None) -> Any:
+    """Return a bar over bytes; without `shown` it is drawn where standard error is a terminal."""
+    hidden = not sys.stderr.isatty() if shown is None else not shown
+    return tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=description, disable=hidden)
