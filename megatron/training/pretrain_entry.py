@@ -101,6 +101,13 @@ def _check_shortcut_moe(args: argparse.Namespace) -> None:
         check_shortcut_moe_arguments(args)
 
 
+def _identify_run(args: argparse.Namespace) -> None:
+    from megatron.run_control.trainer_side import identify_run
+
+    with as_choice_error():
+        identify_run(args)
+
+
 # In this order: the check of wide streams restores what a checkpoint stores, the flags of shortcut MoE included.
 ARGUMENT_EXTENSIONS = (
     ArgumentExtension(_add_checkpoint, before_restoring=_check_checkpoint),
@@ -108,6 +115,7 @@ ARGUMENT_EXTENSIONS = (
         _add_wide_residual, before_validation=_check_wide_residual, after_validation=_record_wide_residual
     ),
     ArgumentExtension(_add_shortcut_moe, before_validation=_check_shortcut_moe),
+    ArgumentExtension(_no_flags, after_validation=_identify_run),
 )
 
 
@@ -207,6 +215,8 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     from megatron.cpu.replacements import Replacements
     from megatron.patches import apply_patches
     from megatron.patches.offline_tokenizers import install_tokenizers
+    from megatron.run_control.heartbeat import beating, join_run
+    from megatron.run_control.trainer_side import leaving_on_request
     from megatron.training.data.unigram import describe_unigram_entropy
     from megatron.training.language_batches import forward_step
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
@@ -224,13 +234,14 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
         if args.rank == 0 and (line := describe_unigram_entropy(args)) is not None:
             print(f"> {line}", flush=True)
         apply_patches(_patches_of_run(args), replaced)
-        pretrain(
-            pretrain_cfg_container_from_args(args, kind.config(args)),
-            train_valid_test_datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            store=store,
-        )
+        with leaving_on_request():
+            pretrain(
+                pretrain_cfg_container_from_args(args, kind.config(args)),
+                train_valid_test_datasets_provider,
+                ModelType.encoder_or_decoder,
+                beating(forward_step, join_run()),
+                store=store,
+            )
     torch.distributed.destroy_process_group()
 
 

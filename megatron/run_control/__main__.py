@@ -1,0 +1,168 @@
+"""What the shell scripts call: `python -m megatron.run_control prepare|begin|end|settings|line ...`.
+
+    python -m megatron.run_control prepare RECIPE [--run-dir DIR] [--processes N] [--without FLAG ...] [--flag value ...]
+    python -m megatron.run_control begin RUN        prints the attempt's number; status 3 when the guard stops the run
+    python -m megatron.run_control end RUN STATUS   prints what is decided; status 10: start it again, else the final status
+    python -m megatron.run_control settings RUN     prints the recipe's environment as shell exports
+    python -m megatron.run_control line FILE N      prints the words of the Nth launch of a sweep, one a line
+
+Variables: SCRIPT_WANTED (prepare refuses a recipe for another script), SUBMIT_LINE, RERUN_COMMAND (kept in the run
+folder), MAX_RESTARTS_WITHOUT_PROGRESS, RESET_GUARD, CANCELLED.
+
+What always holds: prepare prints the run folder and nothing else on its standard output; bad input is one line on
+standard error and status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.run_control.attempts import DEFAULT_LIMIT, begin_attempt, end_attempt
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.known_flags import check_flags, known_flags
+from megatron.run_control.recipes import FlagValue, Recipe, load_recipe, parse_overrides
+from megatron.run_control.run_folder import RunFolder
+from megatron.run_control.snapshot import take_snapshot
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STOPPED_BY_GUARD = 3
+START_AGAIN = 10
+# Flags of the launcher; tests/test_recipes.py checks that no flag of the training scripts has such a name.
+LAUNCHER_FLAGS = ("run-dir", "processes", "without")
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """A launch as written on the command line: the recipe, the launcher's own flags, and flags of the script."""
+
+    recipe: Path
+    run_dir: Path | None
+    processes: str | None
+    without: tuple[str, ...]
+    flags: Mapping[str, FlagValue]
+
+
+def parse_launch_line(arguments: Sequence[str]) -> LaunchLine:
+    """Read RECIPE [launcher flags] [flags of the script]."""
+    if not arguments or arguments[0].startswith("--"):
+        raise LaunchError("name a recipe first, for example scripts/recipes/tiny-gpt.yaml")
+    flags = parse_overrides(arguments[1:])
+    run_dir, processes, without = (flags.pop(name, None) for name in LAUNCHER_FLAGS)
+    for name, value in (("run-dir", run_dir), ("processes", processes)):
+        if isinstance(value, bool | list):
+            raise LaunchError(f"--{name} needs one value")
+    if without is True:
+        raise LaunchError("--without needs the names of flags")
+    return LaunchLine(
+        recipe=Path(arguments[0]),
+        run_dir=None if run_dir is None else Path(str(run_dir)),
+        processes=None if processes is None else str(processes),
+        without=() if without is None else tuple(map(str, without if isinstance(without, list) else [without])),
+        flags=flags,
+    )
+
+
+def resolve(line: LaunchLine) -> Recipe:
+    """The recipe with the command line's flags, every flag known to the training scripts."""
+    recipe = load_recipe(line.recipe).overridden(line.flags, line.without)
+    if line.processes is not None:
+        if not line.processes.isdecimal() or int(line.processes) < 1:
+            raise LaunchError(f"--processes is {line.processes!r}, a whole number from 1 is wanted")
+        recipe = replace(recipe, processes=int(line.processes))
+    check_flags(recipe.flags, known_flags())
+    return recipe
+
+
+def prepare(arguments: Sequence[str]) -> int:
+    """Resolve the recipe, make the run folder and print its path; a requeued job finds its own again."""
+    line = parse_launch_line(arguments)
+    file, run_dir = line.recipe, line.run_dir
+    if run_dir is None:
+        name = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
+        run_dir = REPOSITORY / "runs" / f"{file.stem}-{name}"
+    run = RunFolder(run_dir.resolve())
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.launch.exists():
+        print(run.path)  # whatever became of the recipe meanwhile, the run goes on as it was launched
+        return 0
+    recipe = resolve(line)
+    wanted = os.environ.get("SCRIPT_WANTED")
+    if wanted and recipe.script != wanted:
+        raise LaunchError(
+            f"{file} is a recipe for {recipe.script}, this launches {wanted}: submit the other .sbatch file"
+        )
+    if not (REPOSITORY / recipe.script).is_file():
+        raise LaunchError(f"{file}: script {recipe.script} is not in {REPOSITORY}")
+    if run.create(recipe, REPOSITORY):
+        submit = shlex.split(os.environ.get("SUBMIT_LINE", ""))
+        take_snapshot(run, REPOSITORY, submit, shlex.split(os.environ.get("RERUN_COMMAND", "scripts/launch.sh")))
+    print(run.path)
+    return 0
+
+
+def settings(run: RunFolder) -> int:
+    """Print the recipe's environment for a shell to evaluate."""
+    for name, value in run.settings()["environment"].items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def sweep_line(file: Path, number: int) -> list[str]:
+    """The words of the Nth line (from 1) that is neither blank nor a comment. Raises LaunchError without one."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and line.strip()[0] != "#"]
+    if not 1 <= number <= len(lines):
+        raise LaunchError(f"{file} has {len(lines)} launches, number {number} is wanted: submit --array=1-{len(lines)}")
+    try:
+        return shlex.split(lines[number - 1])
+    except ValueError as error:
+        raise LaunchError(f"{file}, launch {number}: {error}") from None
+
+
+def end(run: RunFolder, status: int, limit: int) -> int:
+    """Record the attempt's end; returns START_AGAIN or the final status."""
+    decision = end_attempt(run, status, limit, cancelled=os.environ.get("CANCELLED") == "1")
+    print(decision.reason)
+    return START_AGAIN if decision.again else decision.status
+
+
+def _limit() -> int:
+    text = os.environ.get("MAX_RESTARTS_WITHOUT_PROGRESS") or str(DEFAULT_LIMIT)
+    if not text.isdecimal() or int(text) < 1:
+        raise LaunchError(f"MAX_RESTARTS_WITHOUT_PROGRESS is {text!r}, a whole number from 1 is wanted")
+    return int(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command."""
+    command, arguments = (argv[0], argv[1:]) if argv else ("--help", argv)
+    try:
+        if command == "prepare":
+            return prepare(arguments)
+        if command == "begin" and len(arguments) == 1:
+            try:
+                print(begin_attempt(RunFolder(Path(arguments[0])), _limit(), os.environ.get("RESET_GUARD") == "1"))
+            except LaunchError as error:
+                print(error, file=sys.stderr)
+                return STOPPED_BY_GUARD
+            return 0
+        if command == "end" and len(arguments) == 2 and arguments[1].isdecimal():
+            return end(RunFolder(Path(arguments[0])), int(arguments[1]), _limit())
+        if command == "settings" and len(arguments) == 1:
+            return settings(RunFolder(Path(arguments[0])))
+        if command == "line" and len(arguments) == 2 and arguments[1].isdecimal():
+            print(*sweep_line(Path(arguments[0]), int(arguments[1])), sep="\n")
+            return 0
+    except (LaunchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(__doc__, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+    return 0 if command in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

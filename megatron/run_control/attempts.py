@@ -1,0 +1,137 @@
+"""Every start of a run, how it ended, and whether it is started again: the guard.
+
+    number = begin_attempt(run, limit=3)               # LaunchError when the guard refuses another start
+    decision = end_attempt(run, status, limit=3)       # decision.again, decision.reason
+
+The guard counts the attempts in a row that ended at the step at which they began. When `limit` of them have, the run is
+stopped and the reason says how each ended. An attempt whose end was never written (its node failed, or the whole job was
+killed) counts like any other.
+
+What always holds: what is decided depends on attempts.json, outcomes/ and the checkpoint tracker alone, so that a job
+which Slurm requeued by itself and one that requeued itself are judged alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.exit_status import BAD_OPTIONS, FINAL, FINISHED, describe
+from megatron.run_control.run_folder import RunFolder, read_json, write_whole
+
+DEFAULT_LIMIT = 3
+WITHOUT_A_WORD = "ended without a word: its node failed, or the whole job was killed or cancelled"
+
+
+@dataclass
+class Attempt:
+    """One start. `ended` is None while it runs; times are Unix seconds."""
+
+    number: int
+    started: float
+    step_at_start: int
+    host: str
+    job: str | None
+    ended: float | None = None
+    step_at_end: int | None = None
+    status: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the run is started again, and why, as a sentence for its log."""
+
+    again: bool
+    status: int
+    reason: str
+
+
+def read_attempts(run: RunFolder) -> list[Attempt]:
+    """All attempts, oldest first."""
+    return [Attempt(**entry) for entry in read_json(run.attempts, [])]
+
+
+def _write(run: RunFolder, attempts: list[Attempt]) -> None:
+    write_whole(run.attempts, json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n")
+
+
+def attempts_without_progress(attempts: list[Attempt], step: int) -> list[Attempt]:
+    """The last attempts in a row that began at the step that is still the last saved one."""
+    found: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.step_at_start != step or attempt.status == FINISHED:
+            break
+        found.insert(0, attempt)
+    return found
+
+
+def _refusal(run: RunFolder, attempts: list[Attempt], limit: int) -> str | None:
+    """The reason why the guard stops the run, None where it does not."""
+    stuck = attempts_without_progress(attempts, run.step())
+    if len(stuck) < limit:
+        return None
+    ends = "; ".join(f"{attempt.number}: {attempt.reason}" for attempt in stuck)
+    return (
+        f"{len(stuck)} attempts in a row ended without a new checkpoint (still at step {run.step()}): {ends}. "
+        f"See {run.log}; when the cause is mended start it again with RESET_GUARD=1 {run.rerun}"
+    )
+
+
+def begin_attempt(run: RunFolder, limit: int = DEFAULT_LIMIT, reset: bool = False) -> int:
+    """Record a start; returns its number, from 1. Raises LaunchError when the guard stops the run."""
+    attempts = read_attempts(run)
+    if attempts and attempts[-1].ended is None:
+        last = attempts[-1]
+        last.ended, last.step_at_end, last.reason = time.time(), run.step(), WITHOUT_A_WORD
+        _write(run, attempts)
+    refusal = _refusal(run, attempts, limit)
+    if refusal is not None:
+        if not reset:
+            raise LaunchError(f"not started: {refusal}")
+        for attempt in attempts:
+            attempt.step_at_start = -1  # seen and pardoned
+    number = len(attempts) + 1
+    attempts.append(Attempt(number, time.time(), run.step(), socket.gethostname(), os.environ.get("SLURM_JOB_ID")))
+    _write(run, attempts)
+    return number
+
+
+def write_outcome(run: RunFolder, attempt: int, node: int, status: int, reason: str) -> None:
+    """Record how the processes of one node ended."""
+    outcome = {"time": time.time(), "status": status, "reason": reason}
+    write_whole(run.outcomes / f"attempt-{attempt}-node-{node}.json", json.dumps(outcome) + "\n")
+
+
+def _first_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
+    """The outcome of the node that ended first without success: what the others ended of is its consequence."""
+    outcomes = [read_json(file, None) for file in run.outcomes.glob(f"attempt-{attempt}-node-*.json")]
+    failed = [outcome for outcome in outcomes if outcome["status"] != FINISHED]
+    return min(failed, key=lambda outcome: outcome["time"], default=None)
+
+
+def end_attempt(run: RunFolder, status: int, limit: int = DEFAULT_LIMIT, cancelled: bool = False) -> Decision:
+    """Record the end of the last attempt, whose step (srun) or node (torchrun) ended with `status`, and decide."""
+    attempts = read_attempts(run)
+    last = attempts[-1]
+    outcome = _first_outcome(run, last.number)
+    reason = describe(status)
+    if status != FINISHED and outcome is not None:
+        status, reason = outcome["status"], outcome["reason"]
+    last.ended, last.step_at_end, last.status, last.reason = time.time(), run.step(), status, reason
+    _write(run, attempts)
+    if status == FINISHED:
+        return Decision(False, status, "finished")
+    if status in FINAL:
+        return Decision(False, BAD_OPTIONS, f"{reason}; not started again, because another start cannot mend that")
+    if cancelled:
+        return Decision(False, status, f"{reason}; not started again, because it was cancelled")
+    refusal = _refusal(run, attempts, limit)
+    if refusal is not None:
+        return Decision(False, status, refusal)
+    return Decision(True, status, f"{reason}; goes on from step {run.step()}")

@@ -1,0 +1,91 @@
+"""Which flags the training scripts have, so that a misspelt one is found before a job waits for its nodes.
+
+    check_flags({"num-layer": 2}, known_flags())     # LaunchError: ... nearest: num-layers
+
+Building upstream's parser imports torch and takes seconds, so the table is kept in a cache file
+($XDG_CACHE_HOME or ~/.cache, folder megatron-wide-residual). Its name holds a hash of megatron-core's version and of
+every source file that adds flags: another version or an edited file builds it afresh.
+
+What always holds: importing this module is light; the table comes from the very parser that the scripts use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.recipes import FlagValue
+
+_TRAINING = Path(__file__).resolve().parents[1] / "training"
+_ROOT = Path(__file__).resolve().parents[2]
+
+# {"num-layers": "value", "swiglu": "bare", "exit-on-x": "optional"}: what stands behind a flag.
+type FlagTable = Mapping[str, str]
+
+_PRINT_TABLE = """
+import argparse, json, sys
+from megatron.training.arguments import add_megatron_arguments
+from megatron.training.pretrain_entry import ARGUMENT_EXTENSIONS
+
+parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+for extension in ARGUMENT_EXTENSIONS:
+    parser = extension.add(parser)
+table = {}
+for action in parser._actions:
+    kind = "bare" if action.nargs == 0 else "optional" if action.nargs in ("?", "*") else "value"
+    table.update({name[2:]: kind for name in action.option_strings if name.startswith("--")})
+json.dump(table, open(sys.argv[1], "w"))
+"""
+
+
+def _cache_file() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-wide-residual"
+    key = hashlib.sha256(f"{version('megatron-core')} {sys.version}".encode())
+    for source in sorted([*_TRAINING.glob("*.py"), Path(__file__)]):
+        key.update(source.read_bytes())
+    return folder / f"flags-{key.hexdigest()[:16]}.json"
+
+
+def known_flags() -> FlagTable:
+    """The table, from the cache or built (some seconds). Raises LaunchError where the parser cannot be built."""
+    file = _cache_file()
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        pass
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PRINT_TABLE, str(partial)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise LaunchError(f"the training script's flags cannot be listed: {done.stderr.strip().splitlines()[-1]}")
+    os.replace(partial, file)
+    return json.loads(file.read_text())
+
+
+def check_flags(flags: Mapping[str, FlagValue], table: FlagTable) -> None:
+    """Raise LaunchError for a flag that does not exist, naming the nearest, or one with a value that it cannot have."""
+    for name, value in flags.items():
+        kind = table.get(name)
+        if kind is None:
+            nearest = difflib.get_close_matches(name.replace("_", "-"), table, n=3, cutoff=0.6)
+            hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
+            raise LaunchError(f"--{name}: the training scripts have no such flag{hint}")
+        if kind == "bare" and not isinstance(value, bool):
+            raise LaunchError(f"--{name} takes no value, {value!r} was given: write {name}: true")
+        if kind == "value" and value is True:
+            raise LaunchError(f"--{name} needs a value")

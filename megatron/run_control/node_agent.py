@@ -1,0 +1,127 @@
+"""Runs a training script on one node through torchrun and ends with a status that says what happened.
+
+    MEGATRON_RUN_FOLDER=runs/x MEGATRON_RUN_ATTEMPT=1 python -m megatron.run_control.node_agent
+
+It reads script, processes and flags from the run folder, and where it is from SLURM_NNODES, SLURM_NODEID, MASTER_ADDR
+and MASTER_PORT (one node without them). One torchrun per node, started in this very process; statuses: exit_status.py.
+
+SIGUSR2 asks the trainers to save and leave. Before anything starts it is blocked here, and a blocked signal stays blocked
+in every process started from here: one that arrives while a trainer still imports waits until that trainer is ready for
+it (trainer_side.py). A thread here passes it on, for launchers that reach only this process.
+
+What always holds: when this process ends no trainer of the node is left, and outcomes/attempt-A-node-N.json says why.
+Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+from megatron.run_control.attempts import write_outcome
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.exit_status import HUNG, LOST_PROCESS, SAVED_ON_REQUEST, describe
+from megatron.run_control.heartbeat import ATTEMPT_VARIABLE, FOLDER_VARIABLE
+from megatron.run_control.run_folder import RunFolder
+from megatron.run_control.watchdog import Watchdog
+
+SAVE_SIGNAL = signal.SIGUSR2
+
+
+def worker_pids() -> list[int]:
+    """The training processes of this node: torchrun's workers are children of this process."""
+    return [child.pid for child in psutil.Process().children()]
+
+
+def _pass_on_save_signal() -> None:
+    while True:
+        signal.sigwait({SAVE_SIGNAL})
+        for pid in worker_pids():
+            try:
+                os.kill(pid, SAVE_SIGNAL)
+            except ProcessLookupError:
+                pass
+
+
+def torchrun_arguments(run: RunFolder) -> list[str]:
+    """torchrun's own arguments, then the script and its flags."""
+    settings = run.settings()
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={settings['processes']}", "--max-restarts=0"]
+    if nodes == 1 and "MASTER_ADDR" not in os.environ:
+        arguments.append("--standalone")
+    else:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise LaunchError(f"{name} is not set: scripts/slurm/lib.sh sets it for a run on {nodes} nodes")
+        arguments += [
+            f"--node-rank={os.environ.get('SLURM_NODEID', '0')}",
+            f"--master-addr={os.environ['MASTER_ADDR']}",
+            f"--master-port={os.environ['MASTER_PORT']}",
+        ]
+    return [*arguments, str(Path(settings["repository"]) / settings["script"]), *run.arguments()]
+
+
+def _seconds(name: str, default: float) -> float:
+    try:
+        return float(os.environ.get(name) or default)
+    except ValueError:
+        raise LaunchError(f"{name} is {os.environ[name]!r}, a number of seconds is wanted") from None
+
+
+def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
+    """Run torchrun to its end; returns the exit status and the reason as a sentence."""
+    limit, start_limit = _seconds("WATCHDOG_SECONDS", 900), _seconds("WATCHDOG_START_SECONDS", 3600)
+    watchdog = Watchdog(run, attempt, limit or float("inf"), start_limit or float("inf"), worker_pids)
+    arguments = torchrun_arguments(run)
+    # 0.5 to 20 s of imports, after everything that can be wrong was looked at.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args as parse_torchrun_arguments
+    from torch.distributed.run import run as torchrun
+
+    if limit:
+        watchdog.start()
+    try:
+        torchrun(parse_torchrun_arguments(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if watchdog.hung is not None:
+            return HUNG, f"hung: {watchdog.hung}"
+        if failure.exitcode < 0:
+            killed_by = signal.Signals(-failure.exitcode).name
+            return LOST_PROCESS, f"rank {rank} (pid {failure.pid}) was killed by {killed_by}"
+        if failure.exitcode == SAVED_ON_REQUEST:
+            return SAVED_ON_REQUEST, describe(SAVED_ON_REQUEST)
+        return failure.exitcode, f"rank {rank}: {describe(failure.exitcode)}"
+    except SignalException as error:
+        return 128 + error.sigval, f"this node was told to end by {signal.Signals(error.sigval).name}"
+    finally:
+        watchdog.stop()
+    return 0, describe(0)
+
+
+def main() -> int:
+    """Run this node's part of an attempt."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {SAVE_SIGNAL})
+    signal.signal(SAVE_SIGNAL, signal.SIG_DFL)  # an ignored signal would be dropped instead of kept for later
+    threading.Thread(target=_pass_on_save_signal, name="save-signal", daemon=True).start()
+    node, attempt = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+    try:
+        run = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
+        status, reason = run_node(run, attempt)
+    except (LaunchError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_outcome(run, attempt, node, status, reason)
+    print(f"> node {node}: {reason}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""YAML recipes and how they become flags of the training script.
+
+    recipe = load_recipe(Path("scripts/recipes/tiny-gpt.yaml"))
+    recipe = recipe.overridden(parse_overrides(["--lr", "1e-4", "--data-path", "0.3", "a", "0.7", "b"]))
+    flag_arguments(recipe.flags)     # ["--num-layers", "2", ..., "--lr", "1e-4"]
+
+A recipe is a mapping with these keys, all but `script` optional (and `script` may come from the base):
+
+    base: other.yaml            read first; what stands here wins, key by key in `flags` and `environment`
+    script: pretrain_gpt.py     the training script, relative to the repository
+    processes: 8                processes per node (default 1)
+    environment: {NAME: value}  variables of the training processes
+    flags:                      keys are the script's flags without the leading --
+      num-layers: 24            a value              --num-layers 24
+      swiglu: true              a bare flag          --swiglu
+      bf16: false               nothing (and takes a flag of the base away)
+      data-path: [0.3, a, b]    several values       --data-path 0.3 a b
+
+`${NAME}` and `${NAME:-default}` in values are environment variables. A flag of the command line takes the place of the
+recipe's flag of that name and comes last.
+
+What always holds: a key that is not in this table, a variable that is not set and a base that leads back to itself are
+errors; two readings of one recipe give the same arguments in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from megatron.run_control.errors import LaunchError
+
+type Scalar = str | int | float
+type FlagValue = bool | Scalar | list[Scalar]
+
+_KEYS = ("base", "script", "processes", "environment", "flags")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is run: a script, how often on every node, with which variables and flags."""
+
+    script: str
+    processes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+
+    def overridden(self, flags: Mapping[str, FlagValue], without: Sequence[str] = ()) -> Recipe:
+        """Return the recipe with these flags in place of its own, last, and without some. Raises LaunchError for an
+        absent one in `without`."""
+        for name in without:
+            if name not in self.flags:
+                raise LaunchError(f"--without {name}: the recipe has no such flag")
+        kept = {name: value for name, value in self.flags.items() if name not in flags and name not in without}
+        return replace(self, flags=kept | dict(flags))
+
+    def as_yaml(self) -> str:
+        """The recipe as a file that `load_recipe` reads back to an equal one."""
+        content = {
+            "script": self.script,
+            "processes": self.processes,
+            "environment": dict(self.environment),
+            "flags": dict(self.flags),
+        }
+        return yaml.safe_dump(content, sort_keys=False, width=1000)
+
+
+def load_recipe(file: Path, variables: Mapping[str, str] | None = None) -> Recipe:
+    """Read a recipe and its bases. `variables` stands for the environment in `${NAME}`."""
+    merged = _merged(file, ())
+    variables = os.environ if variables is None else variables
+    if not merged["script"]:
+        raise LaunchError(f"{file}: no script. Write script: pretrain_gpt.py (or pretrain_mamba.py)")
+    processes = merged["processes"]
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")
+    return Recipe(
+        script=str(merged["script"]),
+        processes=processes,
+        environment={
+            name: str(_expanded(value, variables, f"{file}: {name}")) for name, value in merged["environment"].items()
+        },
+        flags={
+            name: _flag_value(value, variables, f"{file}: {name}")
+            for name, value in merged["flags"].items()
+            if value is not False
+        },
+    )
+
+
+def _merged(file: Path, above: tuple[Path, ...]) -> dict:
+    """The recipe's mapping laid over its base's."""
+    if file.resolve() in above:
+        raise LaunchError(f"{file}: its bases lead back to itself: {' -> '.join(str(path) for path in above)}")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = ", ".join(sorted(path.name for path in file.parent.glob("*.yaml"))) or "no recipe"
+        raise LaunchError(f"{file}: no such recipe; {file.parent} has {there}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise LaunchError(f"{file}: a mapping with {', '.join(_KEYS)} is wanted, {type(content).__name__} was found")
+    for key in content:
+        if key not in _KEYS:
+            raise LaunchError(f"{file}: {key!r} is none of {', '.join(_KEYS)}; flags of the script go below flags:")
+    result: dict = {"script": None, "processes": 1, "environment": {}, "flags": {}}
+    if content.get("base") is not None:
+        result = _merged(file.parent / str(content["base"]), (*above, file.resolve()))
+    for key in ("script", "processes"):
+        result[key] = content.get(key, result[key])
+    for key in ("environment", "flags"):
+        table = content.get(key) or {}
+        if not isinstance(table, dict):
+            raise LaunchError(f"{file}: {key} is a {type(table).__name__}, a mapping is wanted")
+        result[key] = result[key] | {str(name): value for name, value in table.items()}
+    return result
+
+
+def _expanded(value: object, variables: Mapping[str, str], where: str) -> object:
+    """The value with its `${NAME}` replaced, where it is text."""
+    if not isinstance(value, str):
+        return value
+
+    def found(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if variables.get(name):
+            return variables[name]
+        if default is None:
+            raise LaunchError(f"{where} needs the environment variable {name}, which is not set")
+        return default
+
+    return _VARIABLE.sub(found, value)
+
+
+def _flag_value(value: object, variables: Mapping[str, str], where: str) -> FlagValue:
+    """A value of `flags`, checked and expanded."""
+    values = value if isinstance(value, list) else [value]
+    if not values or any(not isinstance(item, str | int | float) for item in values):
+        raise LaunchError(f"{where} is {value!r}: a value, a list of values, true or false is wanted")
+    if isinstance(value, list):
+        if any(isinstance(item, bool) for item in values):
+            raise LaunchError(f"{where} is {value!r}: true and false mean nothing in a list")
+        return [_expanded(item, variables, where) for item in values]  # type: ignore[misc]
+    return _expanded(value, variables, where)  # type: ignore[return-value]
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, FlagValue]:
+    """Read `--name`, `--name value ...` and `--name=value` of a command line into flags; a name twice: the last."""
+    flags: dict[str, FlagValue] = {}
+    at = 0
+    while at < len(arguments):
+        if not arguments[at].startswith("--") or len(arguments[at]) < 3:
+            raise LaunchError(f"{arguments[at]!r} belongs to no flag: write the recipe first, then --flag value ...")
+        name, equals, value = arguments[at][2:].partition("=")
+        at += 1
+        values: list[Scalar] = [value] if equals else []
+        while not equals and at < len(arguments) and not arguments[at].startswith("--"):
+            values.append(arguments[at])
+            at += 1
+        flags.pop(name, None)
+        flags[name] = True if not values else values[0] if len(values) == 1 else values
+    return flags
+
+
+def flag_arguments(flags: Mapping[str, FlagValue]) -> list[str]:
+    """The flags as arguments of the script, in their order."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is False:
+            continue
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return arguments

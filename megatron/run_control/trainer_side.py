@@ -1,0 +1,59 @@
+"""What a training process does for its run: continue one wandb run, and leave with a status that says why.
+
+    ArgumentExtension(no_flags, after_validation=identify_run)
+    with leaving_on_request():
+        pretrain(...)
+
+Upstream's trainer ends with status 0 after it has saved on a signal, exactly as after its last step. `leaving_on_request`
+turns that into SAVED_ON_REQUEST (exit_status.py), so that a launcher can tell the two apart.
+
+What always holds: all ranks leave with the same status, and none before every rank has saved and closed its logs. Without
+`--exit-signal-handler` nothing is different from upstream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.run_control.exit_status import FINISHED, SAVED_ON_REQUEST
+from megatron.run_control.wandb_identity import check_run_id, use_stable_run_id
+
+
+def identify_run(args: argparse.Namespace) -> None:
+    """Give wandb the run id of the save folder on the rank that logs, the last one; all ranks find a wrong one."""
+    if not args.wandb_project or not args.save:
+        return
+    check_run_id(Path(args.save), os.environ.get("WANDB_RUN_ID"))
+    if args.rank == args.world_size - 1:
+        use_stable_run_id(Path(args.save), os.environ)
+
+
+@contextmanager
+def leaving_on_request() -> Iterator[None]:
+    """Enter when the arguments are global, leave with SystemExit(SAVED_ON_REQUEST) after a save that a signal asked for."""
+    import torch
+
+    from megatron.training.global_vars import get_args, get_signal_handler
+
+    args = get_args()
+    if not args.exit_signal_handler:
+        yield
+        return
+    # The launcher blocks the signal in what it starts; one that came before the handler was there arrives now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {args.exit_signal})
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code not in (None, FINISHED):
+            raise
+        requested = any(get_signal_handler().signals_received())
+        # Python restores default actions while it shuts down, and a repeated request would end the process half-way.
+        signal.signal(args.exit_signal, signal.SIG_IGN)
+        torch.distributed.barrier()
+        raise SystemExit(SAVED_ON_REQUEST if requested else FINISHED) from None
+    signal.signal(args.exit_signal, signal.SIG_IGN)
