@@ -1,10 +1,10 @@
 """What the shell scripts call: `python -m megatron.run_control prepare|begin|end|settings|line ...`.
 
-    python -m megatron.run_control prepare RECIPE [--run-dir DIR] [--processes N] [--without FLAG ...] [--flag value ...]
-    python -m megatron.run_control begin RUN        prints the attempt's number; status 3 when the guard stops the run
-    python -m megatron.run_control end RUN STATUS   prints what is decided; status 10: start it again, else the final status
-    python -m megatron.run_control settings RUN     prints the recipe's environment as shell exports
-    python -m megatron.run_control line FILE N      prints the words of the Nth launch of a sweep, one a line
+    prepare RECIPE [--run-dir DIR] [--processes N] [--without FLAG ...] [--flag value ...]    prints the run folder
+    begin RUN        prints the attempt's number; status 3 when the guard stops the run
+    end RUN STATUS   prints what is decided; status 10: start it again, else the final status
+    settings RUN     prints the recipe's environment as shell exports
+    line FILE N      prints the words of the Nth launch of a sweep, one a line
 
 Variables: SCRIPT_WANTED (prepare refuses a recipe for another script), SUBMIT_LINE, RERUN_COMMAND (kept in the run
 folder), MAX_RESTARTS_WITHOUT_PROGRESS, RESET_GUARD, CANCELLED.
@@ -93,9 +93,7 @@ def prepare(arguments: Sequence[str]) -> int:
     recipe = resolve(line)
     wanted = os.environ.get("SCRIPT_WANTED")
     if wanted and recipe.script != wanted:
-        raise LaunchError(
-            f"{file} is a recipe for {recipe.script}, this launches {wanted}: submit the other .sbatch file"
-        )
+        raise LaunchError(f"{file} is a recipe for {recipe.script}, this launches {wanted}: submit the other .sbatch")
     if not (REPOSITORY / recipe.script).is_file():
         raise LaunchError(f"{file}: script {recipe.script} is not in {REPOSITORY}")
     if run.create(recipe, REPOSITORY):

@@ -4,8 +4,8 @@
     decision = end_attempt(run, status, limit=3)       # decision.again, decision.reason
 
 The guard counts the attempts in a row that ended at the step at which they began. When `limit` of them have, the run is
-stopped and the reason says how each ended. An attempt whose end was never written (its node failed, or the whole job was
-killed) counts like any other.
+stopped and the reason says how each ended. An attempt whose end was never written (its node failed, or the whole job
+was killed) counts like any other.
 
 What always holds: what is decided depends on attempts.json, outcomes/ and the checkpoint tracker alone, so that a job
 which Slurm requeued by itself and one that requeued itself are judged alike.

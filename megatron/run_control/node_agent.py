@@ -5,9 +5,9 @@
 It reads script, processes and flags from the run folder, and where it is from SLURM_NNODES, SLURM_NODEID, MASTER_ADDR
 and MASTER_PORT (one node without them). One torchrun per node, started in this very process; statuses: exit_status.py.
 
-SIGUSR2 asks the trainers to save and leave. Before anything starts it is blocked here, and a blocked signal stays blocked
-in every process started from here: one that arrives while a trainer still imports waits until that trainer is ready for
-it (trainer_side.py). A thread here passes it on, for launchers that reach only this process.
+SIGUSR2 asks the trainers to save and leave. Before anything starts it is blocked here, and a blocked signal stays
+blocked in every process started from here: one that arrives while a trainer still imports waits until that trainer is
+ready for it (trainer_side.py). A thread here passes it on, for launchers that reach only this process.
 
 What always holds: when this process ends no trainer of the node is left, and outcomes/attempt-A-node-N.json says why.
 Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.
@@ -15,6 +15,7 @@ Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,10 +43,8 @@ def _pass_on_save_signal() -> None:
     while True:
         signal.sigwait({SAVE_SIGNAL})
         for pid in worker_pids():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SAVE_SIGNAL)
-            except ProcessLookupError:
-                pass
 
 
 def torchrun_arguments(run: RunFolder) -> list[str]:

@@ -79,8 +79,8 @@ class RunFolder:
             there = self.arguments()
             if there != arguments or self.settings()["script"] != recipe.script:
                 raise LaunchError(
-                    f"{self.path} holds a run with other flags ({_first_difference(there, arguments)}). Continue it with "
-                    f"{self.rerun}, or choose another --run-dir"
+                    f"{self.path} holds a run with other flags ({_first_difference(there, arguments)}). Continue it "
+                    f"with {self.rerun}, or choose another --run-dir"
                 )
             return False
         write_whole(self.recipe, recipe.as_yaml())

@@ -4,11 +4,11 @@
     with leaving_on_request():
         pretrain(...)
 
-Upstream's trainer ends with status 0 after it has saved on a signal, exactly as after its last step. `leaving_on_request`
-turns that into SAVED_ON_REQUEST (exit_status.py), so that a launcher can tell the two apart.
+Upstream's trainer ends with status 0 after it has saved on a signal, exactly as after its last step.
+`leaving_on_request` turns that into SAVED_ON_REQUEST (exit_status.py), so that a launcher can tell the two apart.
 
-What always holds: all ranks leave with the same status, and none before every rank has saved and closed its logs. Without
-`--exit-signal-handler` nothing is different from upstream.
+What always holds: all ranks leave with the same status, and none before every rank has saved and closed its logs.
+Without `--exit-signal-handler` nothing is different from upstream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def identify_run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def leaving_on_request() -> Iterator[None]:
-    """Enter when the arguments are global, leave with SystemExit(SAVED_ON_REQUEST) after a save that a signal asked for."""
+    """Enter when the arguments are global; after a save that a signal asked for SystemExit(SAVED_ON_REQUEST) leaves."""
     import torch
 
     from megatron.training.global_vars import get_args, get_signal_handler

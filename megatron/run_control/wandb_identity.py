@@ -3,11 +3,11 @@
     use_stable_run_id(Path(args.save), os.environ)
 
 The id lies in wandb_run_id.txt in the save folder, written at the first start, and reaches wandb as WANDB_RUN_ID with
-WANDB_RESUME=allow (https://docs.wandb.ai/guides/track/environment-variables). An id that the user sets as WANDB_RUN_ID is
-the one that is written.
+WANDB_RESUME=allow (https://docs.wandb.ai/guides/track/environment-variables). An id that the user sets as WANDB_RUN_ID
+is the one that is written.
 
-What always holds: a resumed, requeued or re-ranked run has the id of the first start; another id for the same save folder
-is an error, because two histories would be mixed.
+What always holds: a resumed, requeued or re-ranked run has the id of the first start; another id for the same save
+folder is an error, because two histories would be mixed.
 """
 
 from __future__ import annotations

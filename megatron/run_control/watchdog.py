@@ -5,9 +5,9 @@
     watchdog.hung             # why it stepped in, or None
 
 A rank hangs when its heartbeat file is older than `limit_s`, or when it has not begun its first step `start_limit_s`
-after the launch. One stuck rank stops all others in the next collective, so every node's watchdog finds its ranks silent
-within about a step of each other; each waits `GRACE_S` after its own stack dump before it kills, so that the other nodes'
-ranks are still there to be dumped.
+after the launch. One stuck rank stops all others in the next collective, so every node's watchdog finds its ranks
+silent within about a step of each other; each waits `GRACE_S` after its own stack dump before it kills, so that the
+other nodes' ranks are still there to be dumped.
 
 What always holds: every rank of the node leaves a stack file, also a stopped one (its kernel state is written for it);
 after that all ranks of the node are dead, so that torchrun ends and the job does not idle.
@@ -15,6 +15,7 @@ after that all ranks of the node are dead, so that torchrun ends and the job doe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -114,10 +115,8 @@ def _read(file: Path) -> dict:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def process_state(pid: int) -> str:
