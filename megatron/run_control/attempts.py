@@ -41,6 +41,7 @@ class Attempt:
     step_at_end: int | None = None
     status: int | None = None
     reason: str | None = None
+    again: bool | None = None  # whether it was decided to start again
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,17 @@ def end_attempt(run: RunFolder, status: int, limit: int = DEFAULT_LIMIT, cancell
     if status != FINISHED and outcome is not None:
         status, reason = outcome["status"], outcome["reason"]
     last.ended, last.step_at_end, last.status, last.reason = time.time(), run.step(), status, reason
+    decision = _decision(run, attempts, limit, cancelled)
+    last.again = decision.again
+    if not decision.again:
+        last.reason = decision.reason
     _write(run, attempts)
+    return decision
+
+
+def _decision(run: RunFolder, attempts: list[Attempt], limit: int, cancelled: bool) -> Decision:
+    """What follows from the end of the last attempt."""
+    status, reason = attempts[-1].status or 0, attempts[-1].reason
     if status == FINISHED:
         return Decision(False, status, "finished")
     if status in FINAL:

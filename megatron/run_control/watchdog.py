@@ -50,15 +50,15 @@ class Watchdog(threading.Thread):
         self._start_limit_s = start_limit_s
         self._workers = workers
         self._launched = time.time()
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def stop(self) -> None:
         """End the thread; what has ended by itself needs no watching."""
-        self._stop.set()
+        self._ended.set()
 
     def run(self) -> None:
         """Look at the heartbeats until stopped."""
-        while not self._stop.wait(min(5.0, self._limit_s / 4)):
+        while not self._ended.wait(min(5.0, self._limit_s / 4, self._start_limit_s / 4)):
             ranks = self._ranks()
             silent = [text for rank, pid in ranks.items() if (text := self._silence(rank, pid)) is not None]
             missing = set(self._workers()) - set(ranks.values())

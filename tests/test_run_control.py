@@ -1,0 +1,201 @@
+"""What decides about restarts, snapshots, heartbeats, the wandb run and the table of runs, each in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness_corpus import tool
+
+from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
+from megatron.run_control.progress import find_runs, read_progress
+from megatron.run_control.recipes import Recipe
+from megatron.run_control.run_folder import TRACKER, RunFolder
+from megatron.run_control.snapshot import kept_variables, take_snapshot
+from megatron.run_control.wandb_identity import use_stable_run_id
+from megatron.run_control.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A prepared run."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create(Recipe("pretrain_gpt.py", flags={"seq-length": 32}), ROOT)
+    return folder
+
+
+def _saved(run: RunFolder, step: int) -> None:
+    (run.path / "checkpoints").mkdir(exist_ok=True)
+    (run.path / "checkpoints" / TRACKER).write_text(str(step))
+
+
+def test_three_attempts_in_a_row_without_a_checkpoint_stop_the_run_and_say_why(run: RunFolder) -> None:
+    for _ in range(2):
+        begin_attempt(run)
+        assert end_attempt(run, 1).again
+    begin_attempt(run)
+    decision = end_attempt(run, LOST_PROCESS)
+    assert not decision.again
+    assert "3 attempts in a row ended without a new checkpoint (still at step 0)" in decision.reason
+    assert "failed with exit status 1" in decision.reason
+    with pytest.raises(LaunchError, match="not started: 3 attempts in a row"):
+        begin_attempt(run)
+    assert begin_attempt(run, reset=True) == 4
+
+
+def test_a_new_checkpoint_starts_the_count_afresh(run: RunFolder) -> None:
+    for step in (0, 10, 20, 30, 40):
+        _saved(run, step)
+        begin_attempt(run)
+        if step != 40:
+            _saved(run, step + 10)
+        assert end_attempt(run, 1).again, f"stopped although step {step} had been reached"
+
+
+def test_a_job_that_ended_without_a_word_counts(run: RunFolder) -> None:
+    for _ in range(3):
+        begin_attempt(run)
+    with pytest.raises(LaunchError, match="ended without a word"):
+        begin_attempt(run)
+
+
+def test_bad_options_and_a_cancelled_job_are_not_started_again(run: RunFolder) -> None:
+    begin_attempt(run)
+    decision = end_attempt(run, BAD_OPTIONS)
+    assert (decision.again, decision.status) == (False, 2)
+    begin_attempt(run)
+    assert not end_attempt(run, 143, cancelled=True).again
+    begin_attempt(run)
+    _saved(run, 5)
+    assert end_attempt(run, SAVED_ON_REQUEST).again
+
+
+def test_the_node_that_ended_first_says_why(run: RunFolder) -> None:
+    number = begin_attempt(run)
+    write_outcome(run, number, 1, HUNG, "hung: rank 3")
+    time.sleep(0.01)
+    write_outcome(run, number, 0, LOST_PROCESS, "killed by the step's end")
+    assert end_attempt(run, 137).reason == "hung: rank 3; goes on from step 0"
+    assert read_attempts(run)[-1].status == HUNG
+
+
+def test_the_snapshot_holds_what_a_rerun_needs_and_no_secret(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    take_snapshot(run, ROOT, ["scripts/launch.sh", "a b"], ["scripts/launch.sh"])
+    kept = "".join(file.read_text() for file in run.snapshot.iterdir() if file.suffix == ".txt")
+    assert "s3cret" not in kept
+    assert "NCCL_DEBUG=WARN" in kept
+    assert "megatron-core==" in (run.snapshot / "packages.txt").read_text()
+    assert "scripts/launch.sh 'a b'" in (run.snapshot / "submit.txt").read_text()
+    assert os.access(run.rerun, os.X_OK)
+    assert kept_variables({"WANDB_BASE_URL": "https://user:pw@host", "TOKENIZERS_PARALLELISM": "0"}) == {
+        "TOKENIZERS_PARALLELISM": "0"
+    }
+
+
+def test_a_save_folder_has_one_wandb_run(tmp_path: Path) -> None:
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    assert use_stable_run_id(tmp_path / "save", first) == use_stable_run_id(tmp_path / "save", second)
+    assert second["WANDB_RESUME"] == "allow"
+    assert use_stable_run_id(tmp_path / "other", {"WANDB_RUN_ID": "mine"}) == "mine"
+    with pytest.raises(LaunchError, match="belongs to the wandb run mine, but WANDB_RUN_ID is theirs"):
+        use_stable_run_id(tmp_path / "other", {"WANDB_RUN_ID": "theirs"})
+
+
+_TRAINER = """
+import sys, time
+from megatron.run_control.heartbeat import join_run
+heartbeat = join_run()
+if sys.argv[1] == "beats":
+    heartbeat.beat()
+def stuck_here():
+    print("ready", flush=True)
+    time.sleep(600)
+stuck_here()
+"""
+
+
+@pytest.mark.parametrize(("mode", "stop"), [("beats", True), ("beats", False), ("silent", False)])
+def test_a_hung_process_is_dumped_and_killed(run: RunFolder, mode: str, stop: bool) -> None:
+    """After its first step, also when it is stopped; and before its first step."""
+    environment = os.environ | {"MEGATRON_RUN_FOLDER": str(run.path), "MEGATRON_RUN_ATTEMPT": "1", "RANK": "3"}
+    command = [sys.executable, "-c", _TRAINER, mode]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        if stop:
+            process.send_signal(signal.SIGSTOP)
+        watchdog = Watchdog(
+            run, 1, 1.0 if mode == "beats" else 600.0, 600.0 if mode == "beats" else 1.0, lambda: [process.pid]
+        )
+        watchdog.start()
+        assert process.wait(timeout=60) == -signal.SIGKILL
+    watchdog.join(timeout=10)
+    assert watchdog.hung is not None
+    assert f"rank 3 (pid {process.pid}, {'T (stopped)' if stop else 'S (sleeping)'}" in watchdog.hung
+    stacks = (run.stacks / "attempt-1-rank-3.txt").read_text()
+    assert "stuck_here" in stacks, f"the stack does not show where it hung:\n{stacks}"
+
+
+def test_a_process_that_moves_is_left_alone(run: RunFolder) -> None:
+    environment = os.environ | {"MEGATRON_RUN_FOLDER": str(run.path), "RANK": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _TRAINER, "beats"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        watchdog = Watchdog(run, 1, 600.0, 600.0, lambda: [process.pid])
+        watchdog.start()
+        time.sleep(1)
+        watchdog.stop()
+        assert process.poll() is None
+        process.kill()
+    assert watchdog.hung is None
+
+
+_STEP = (
+    " [2026-01-01] iteration {step:8d}/     100 | consumed samples: 8 | elapsed time per iteration (ms): 500.0 | "
+    "global batch size:     8 | lm loss: 4.25E+00 | loss scale: 1.0 |\n"
+)
+
+
+def test_the_table_tells_state_speed_and_problems_from_the_folder_alone(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read_progress(run.path).state == "prepared"
+    begin_attempt(run)
+    run.log.write_text(_STEP.format(step=39) + _STEP.format(step=40))
+    _saved(run, 25)
+    view = read_progress(run.path)
+    assert (view.state, view.step, view.steps, view.loss, view.saved_step) == ("running", 40, 100, 4.25, 25)
+    assert (view.tokens_per_second, view.seconds_left) == (8 * 32 / 0.5, 30.0)
+    attempts = json.loads(run.attempts.read_text())
+    attempts[0]["started"] -= 600
+    run.attempts.write_text(json.dumps(attempts))
+    assert read_progress(run.path).state == "silent"
+    end_attempt(run, LOST_PROCESS)
+    assert read_progress(run.path).state == "waiting"
+    begin_attempt(run)
+    end_attempt(run, BAD_OPTIONS)
+    assert find_runs([run.path.parent]) == [run.path]
+    assert tool("runs").main([str(run.path.parent), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "stopped" in out
+    assert "another start cannot mend" in " ".join(out.split())
+
+
+def test_a_place_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool("runs").main([str(tmp_path)]) == 2
+    assert "a run has a launch.json" in capsys.readouterr().err
