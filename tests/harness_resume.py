@@ -9,16 +9,19 @@ What always holds: nothing of a run outlives it; steps are those of the real tra
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import pickle
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import megatron.training.training as training
 import pytest
 import torch
+from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.cpu.host import training_host
@@ -26,6 +29,7 @@ from megatron.cpu.replacements import Replacements
 from megatron.training.local_defaults import LocalChoiceError
 from megatron.training.model_kinds import MODEL_KINDS
 from megatron.training.pretrain_entry import train
+from megatron.training.resume import strict_load
 from megatron.training.resume.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -67,6 +71,37 @@ def refused_here(options: Sequence[str]) -> str:
     return str(refusal.value)
 
 
+class _EnoughError(Exception):
+    """Ends a run that has done what it was started for."""
+
+
+def with_load(options: Sequence[str], body: Callable[[Callable[[str], Any], Any], None]) -> None:
+    """Start a run and give its load to `body(load, chunks_and_optimizer)`; `load(folder)` loads that --load folder.
+
+    Everything up to the load is the trainer's; the run ends there. So one start serves many checkpoints.
+    """
+
+    first, *others = strict_load.PATCHES
+
+    def capture(upstream: Any) -> Any:
+        strict = first.make(upstream)
+
+        def load_checkpoint(model: Any, optimizer: Any, *rest: Any, **given: Any) -> Any:
+            def load(folder: Any) -> Any:
+                get_args().load = str(folder)
+                return strict(model, optimizer, *rest, **given)
+
+            body(load, (model, optimizer))
+            raise _EnoughError
+
+        return load_checkpoint
+
+    with Replacements() as replaced:
+        replaced.set(strict_load, "PATCHES", (dataclasses.replace(first, make=capture), *others))
+        with pytest.raises(_EnoughError):
+            train_here(options)
+
+
 def copy_of(checkpoints: Path, target: Path) -> Path:
     """Copy a --save folder; returns the copy."""
     shutil.copytree(checkpoints, target)
@@ -85,3 +120,22 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
             state[name] = io.BytesIO()
     torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
     return {name: value.getvalue() if isinstance(value, io.BytesIO) else value for name, value in state.items()}
+
+
+def edit_metadata(folder: Path, edit: Callable[[dict[str, Any], dict[Any, Any]], None]) -> None:
+    """Change what a torch_dist checkpoint says that it holds: edit(entries by name, places by (name, offset))."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    edit(metadata.state_dict_metadata, metadata.storage_data)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def rename_stored(folder: Path, old: str, new: str) -> None:
+    """Give a tensor or object of a torch_dist checkpoint another name."""
+
+    def edit(entries: dict[str, Any], places: dict[Any, Any]) -> None:
+        entries[new] = entries.pop(old)
+        for index in [index for index in places if index.fqn == old]:
+            places[dataclasses.replace(index, fqn=new)] = places.pop(index)
+
+    edit_metadata(folder, edit)

@@ -24,8 +24,9 @@ from megatron.training.resume.location import (
     PLAIN_FILE,
     TORCH_DIST_CONFIG,
     CheckpointLocation,
-    find_checkpoint,
+    format_of,
     saved_steps,
+    step_folder,
     steps_there,
 )
 
@@ -127,10 +128,9 @@ def damage_of(location: CheckpointLocation) -> str | None:
 
 def is_whole(load: Path, step: int) -> bool:
     """Return whether a step is there and whole."""
-    try:
-        return damage_of(find_checkpoint(load, step)) is None
-    except CheckpointError:
-        return False
+    folder = step_folder(load, step)
+    found = format_of(folder)
+    return found is not None and damage_of(CheckpointLocation(load, step, folder, found)) is None
 
 
 def whole_steps(load: Path) -> list[int]:

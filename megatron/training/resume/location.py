@@ -55,13 +55,27 @@ def holds_nothing(load: str | Path) -> bool:
     return not (load / TRACKER).exists() and not (load / RELEASE).exists() and not saved_steps(load)
 
 
+def tracker_file(load: Path) -> Path:
+    """Return the file that names the latest step.
+
+    A first save that was killed after its last rename but one has put its folder in place and left the tracker file
+    where it was written.
+    """
+    tracker = load / TRACKER
+    if not tracker.exists():
+        for folder in sorted(load.glob("iter_*")):
+            if (waiting := load / UNFINISHED / folder.name / TRACKER).is_file():
+                return waiting
+    return tracker
+
+
 def tracked_step(load: Path) -> int | None:
     """Return the step that the tracker file names, or None for a release.
 
     Raises:
         CheckpointError: no tracker file, or one that holds anything but a step number (a newline may follow).
     """
-    tracker = load / TRACKER
+    tracker = tracker_file(load)
     if not tracker.is_file():
         parent = load.resolve().parent
         if (parent / TRACKER).is_file():
@@ -91,16 +105,20 @@ def steps_there(load: Path) -> str:
     return f"; whole: {', '.join(map(str, steps))} (--ckpt-step {steps[-1]} takes that one)"
 
 
-def _format(folder: Path) -> CheckpointFormat:
+def format_of(folder: Path) -> CheckpointFormat | None:
+    """Return the format of a step's folder, or None when it holds no checkpoint of a known one."""
     if (folder / TORCH_DIST_CONFIG).is_file():
         return "torch_dist"
-    if any(folder.glob("mp_rank_*")):
-        return "torch"
-    if (folder / ".metadata").exists() and not any(folder.glob("*.distcp")):
-        raise CheckpointError(
-            f"{folder} has the format torch_dcp or fsdp_dtensor; torch_dist or torch (--ckpt-format) is wanted."
+    return "torch" if any(folder.glob("mp_rank_*")) else None
+
+
+def _unknown_format(folder: Path) -> CheckpointError:
+    if (folder / ".metadata").exists():
+        return CheckpointError(
+            f"{folder} has no {TORCH_DIST_CONFIG}: its saving was interrupted, or its format is torch_dcp or "
+            f"fsdp_dtensor, and torch_dist or torch (--ckpt-format) is wanted{steps_there(folder.parent)}."
         )
-    raise CheckpointError(
+    return CheckpointError(
         f"{folder} holds no checkpoint: neither {TORCH_DIST_CONFIG} (torch_dist) nor mp_rank_00/{PLAIN_FILE} (torch) "
         f"is there{steps_there(folder.parent)}. Was its saving interrupted?"
     )
@@ -122,4 +140,7 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> CheckpointLoca
     folder = step_folder(load, step)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not there, but {named} names it{steps_there(load)}.")
-    return CheckpointLocation(load, step, folder, _format(folder))
+    found = format_of(folder)
+    if found is None:
+        raise _unknown_format(folder)
+    return CheckpointLocation(load, step, folder, found)

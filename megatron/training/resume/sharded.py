@@ -71,6 +71,11 @@ def entries_to_load(stored: Mapping[str, Entry], sharded: Mapping[str, Any]) -> 
     return {name: entry for name, entry in stored.items() if not any(pattern.match(name) for pattern in left_out)}
 
 
+def base_name(name: str) -> str:
+    """Return the name of an object without its shard."""
+    return name.split("/shard_", 1)[0]
+
+
 def combined_name(name: str) -> str | None:
     """Return the name in the older combined layout of a residual map's split name, or None for any other name."""
     for combined, read, write in _RESIDUAL_STATE_PREFIXES:

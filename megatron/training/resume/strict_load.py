@@ -23,7 +23,7 @@ from megatron.cpu.replacements import Replacements
 from megatron.patches import UpstreamPatch
 from megatron.training.resume import plain, sharded
 from megatron.training.resume.completeness import OPTIMIZER_FILE
-from megatron.training.resume.differences import Differences, Entry, differences, refusal, skipped_line
+from megatron.training.resume.differences import Differences, Entry, differences, is_extra_state, refusal, skipped_line
 from megatron.training.resume.errors import CheckpointError
 from megatron.training.resume.location import CheckpointLocation
 from megatron.training.resume.preflight import checkpoint_to_load
@@ -144,9 +144,10 @@ class _Load:
             if name in found.other_shape and self._repadded(entries[name], stored[name]):
                 del found.other_shape[name]
         self._decide(found)
-        # TE's extra state may differ both ways: upstream drops what is not stored only with other strictness flags.
-        absent = {name for name in sharded.wanted_entries(wanted) if name not in stored}
-        skipped = absent | set(found.missing) | set(found.other_shape)
+        # TE's extra state may differ both ways: where a shard of one is not stored, none of its shards is asked for.
+        absent = {sharded.base_name(name) for name in entries.keys() - stored.keys() if is_extra_state(name)}
+        skipped = {name for name in entries if sharded.base_name(name) in absent}
+        skipped |= set(found.missing) | set(found.other_shape)
         return sharded.without_names(wanted, skipped) if skipped else wanted
 
     def _checked_plain(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,6 +199,7 @@ def _strict(upstream_load: Callable[..., Any]) -> Callable[..., Any]:
             load = _Load(args, location, unwrap_model(ddp_model), loaded_optimizer, checkpointing._load_base_checkpoint)
             replaced.set(checkpointing, "_load_base_checkpoint", load.read)
             replaced.set(checkpointing, "read_metadata", lambda tracker: (location.step or 0, release))
+            replaced.set(args, "ckpt_step", location.step)  # where a killed first save left no tracker file
             try:
                 return upstream_load(ddp_model, optimizer, opt_param_scheduler, *rest, **options)
             except AssertionError as error:  # how upstream refuses arguments that differ from the stored ones
