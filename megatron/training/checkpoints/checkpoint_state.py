@@ -58,10 +58,12 @@ class Common:
     Args:
         state: args, iteration, checkpoint_version, opt_param_scheduler, optimizer (without tensors), ...
         rng: random number states by (pipeline rank, tensor rank); what get_rng_state gathers there.
+        combined_names: controllers have their older names.
     """
 
     state: dict[str, Any]
     rng: dict[tuple[int, int], Any] = field(default_factory=dict)
+    combined_names: bool = False
 
     @property
     def args(self) -> Namespace:
@@ -76,7 +78,7 @@ class Common:
     def copied(self) -> Common:
         """Return a copy whose arguments and state can be changed."""
         state = {key: copy.copy(value) if key == "args" else copy.deepcopy(value) for key, value in self.state.items()}
-        return Common(state, dict(self.rng))
+        return Common(state, dict(self.rng), self.combined_names)
 
     def without_optimizer(self) -> Common:
         """Return a copy that a run loads as weights alone: it starts with fresh optimizer states."""

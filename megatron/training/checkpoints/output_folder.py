@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.checkpoints.errors import ConversionError
-from megatron.training.generation.checkpoint_location import RELEASE, TRACKER
+from megatron.training.resume.location import RELEASE, TRACKER
 
 
 def _sync(path: Path) -> None:

@@ -90,6 +90,11 @@ class ShardedReader:
     def __exit__(self, *error: object) -> None:
         self.files.close()
 
+    @property
+    def combined(self) -> bool:
+        """Whether controllers have their older names."""
+        return any(key.combined for key in self.keys.values())
+
     def _sort_keys(self) -> None:
         for key, description in self.metadata.state_dict_metadata.items():
             if is_bucket_key(key):
@@ -155,7 +160,7 @@ class ShardedReader:
             found = _RNG.match(key)
             if found:
                 rng[int(found[1]), int(found[2])] = self.object(key)[0]
-        return Common(state, rng)
+        return Common(state, rng, self.combined)
 
     def object(self, key: str) -> Any:
         """Return a stored object."""

@@ -151,17 +151,21 @@ class ShardedWriter:
 
     def copy_key(self, reader: ShardedReader, key: str, new_key: str | None = None) -> None:
         """Copy a stored tensor (of any layout) as its bytes are, under another key if wanted."""
-        new_key = new_key or key
-        places = reader.parts_of(key)
-        infos = [reader.metadata.storage_data[index] for _, _, index in places]
-        copied = self._chunks.copy(reader.files, [(info.relative_path, info.offset, info.length) for info in infos])
-        source = reader.metadata.state_dict_metadata[key]
-        description = TensorStorageMetadata(source.properties, source.size, [])
-        for (offsets, sizes, _), stored in zip(places, copied, strict=True):
-            description.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._storage[MetadataIndex(new_key, torch.Size(offsets))] = _StorageInfo(*stored)
-        self._tensors[new_key] = description
+        self.copy_stored(reader, key, new_key or key)
         self._missing -= set(reader.entries_of(key))
+
+    def copy_stored(self, reader: ShardedReader, key: str, new_key: str) -> None:
+        """Copy anything stored, whether the table knows it or not."""
+        source = reader.metadata.state_dict_metadata[key]
+        if isinstance(source, BytesStorageMetadata):
+            self.copy_object(reader, key)
+            return
+        indices = [MetadataIndex(key, chunk.offsets) for chunk in source.chunks]
+        infos = [reader.metadata.storage_data[index] for index in indices]
+        copied = self._chunks.copy(reader.files, [(info.relative_path, info.offset, info.length) for info in infos])
+        for chunk, stored in zip(source.chunks, copied, strict=True):
+            self._storage[MetadataIndex(new_key, chunk.offsets)] = _StorageInfo(*stored)
+        self._tensors[new_key] = TensorStorageMetadata(source.properties, source.size, list(source.chunks))
 
     def add_object(self, key: str, value: Any) -> None:
         """Write an object."""

@@ -95,8 +95,8 @@ _EXPERT, _EXPERT_STORED = "mlp.experts.local_experts.{expert}", "mlp.experts.exp
 
 LAYER_ROWS: tuple[Row, ...] = (
     # Mamba-2 layers
-    Row("mixer.conv1d_weight", ("I+2*G*S", "1", "W"), _CONV, stored="mixer.conv1d.weight", fused="mixer.conv1d.weight"),
-    Row("mixer.conv1d_bias", ("I+2*G*S",), _CONV, stored="mixer.conv1d.bias", fused="mixer.conv1d.bias", decays=False),
+    Row("mixer.conv1d_weight", ("I+2*G*S", "1", "W"), _CONV, stored="mixer.conv1d.weight"),
+    Row("mixer.conv1d_bias", ("I+2*G*S",), _CONV, stored="mixer.conv1d.bias", decays=False),
     Row("mixer.dt_bias", ("H",), _ROWS, decays=False),
     Row("mixer.A_log", ("H",), _ROWS, decays=False),
     Row("mixer.D", ("H",), _ROWS, decays=False),

@@ -1,0 +1,84 @@
+"""Opens a checkpoint of either format for reading, and makes the writer of either format.
+
+    with open_reader(Path("runs/mine/checkpoints")) as reader:          # or the folder of a step: step=100
+        for entry in reader.entries: tensor = reader.read(entry)
+    writer = make_writer("torch_dist", folder, entries, common, layout)
+
+What always holds: tensors are checked against the table's shapes when the checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.training.checkpoints.checkpoint_state import Common, Entry, TensorInfo
+from megatron.training.checkpoints.errors import ConversionError
+from megatron.training.checkpoints.layout import Layout
+from megatron.training.checkpoints.model_sizes import model_sizes, shape_of
+from megatron.training.checkpoints.plain_reader import PlainReader
+from megatron.training.checkpoints.plain_writer import PlainWriter
+from megatron.training.checkpoints.sharded_reader import ShardedReader
+from megatron.training.checkpoints.sharded_style import ShardedStyle
+from megatron.training.checkpoints.sharded_writer import ShardedWriter
+from megatron.training.checkpoints.tensor_table import find_tensor
+from megatron.training.resume.errors import CheckpointError
+from megatron.training.resume.location import CheckpointLocation, find_checkpoint
+
+FORMATS = ("torch_dist", "torch")
+
+Reader = ShardedReader | PlainReader
+Writer = ShardedWriter | PlainWriter
+
+
+def locate(load: Path, step: int | None = None) -> CheckpointLocation:
+    """Return where the checkpoint is that `load` (a run's --load) and the step name.
+
+    Raises:
+        ConversionError: it is not there or not complete.
+    """
+    try:
+        return find_checkpoint(load, step)
+    except CheckpointError as error:
+        raise ConversionError(str(error).replace("--ckpt-step", "--step").replace("--load ", "")) from error
+
+
+def check_shapes(entries: Mapping[Entry, TensorInfo], sizes: Mapping[str, int]) -> None:
+    """Raise ConversionError for a tensor whose shape is not the table's."""
+    for entry, info in entries.items():
+        wanted = shape_of(find_tensor(entry.name).row.shape, sizes)
+        fits = len(wanted) == len(info.shape) and all(
+            length is None or length == found for length, found in zip(wanted, info.shape, strict=True)
+        )
+        if not fits:
+            shown = ", ".join("?" if length is None else str(length) for length in wanted)
+            raise ConversionError(
+                f"{entry} is {info}; [{shown}] is wanted: the stored arguments do not describe this checkpoint"
+            )
+
+
+def open_reader(load: Path, step: int | None = None) -> Reader:
+    """Open a checkpoint.
+
+    Raises:
+        ConversionError: it is not there, damaged, or has a tensor that the table does not know.
+    """
+    location = locate(load, step)
+    reader = ShardedReader(location.folder) if location.format == "torch_dist" else PlainReader(location.folder)
+    check_shapes(reader.entries, model_sizes(reader.common.args))
+    return reader
+
+
+def make_writer(
+    format: str,
+    folder: Path,
+    entries: Mapping[Entry, TensorInfo],
+    common: Common,
+    layout: Layout,
+    style: ShardedStyle | None = None,
+) -> Any:
+    """Return a writer of that format; `style` is for torch_dist only."""
+    if format == "torch_dist":
+        return ShardedWriter(folder, entries, common, layout, style)
+    return PlainWriter(folder, entries, common, layout)
