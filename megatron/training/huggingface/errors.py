@@ -6,6 +6,8 @@ without a traceback and ends with status 2.
 
 from __future__ import annotations
 
+from megatron.training.checkpoints.errors import ConversionError
 
-class HuggingFaceError(Exception):
+
+class HuggingFaceError(ConversionError):
     """A folder or checkpoint that cannot be converted; the message tells what to do."""

@@ -47,7 +47,7 @@ def _wide_fields(model: HfModel) -> dict[str, Any]:
             "AutoConfig": f"configuration_wide_{model.family}.Wide{name}Config",
             "AutoModelForCausalLM": f"modeling_wide_{model.family}.Wide{name}ForCausalLM",
         },
-        **{field: model.fields[field] for field in _WIDE_NAMES if field in model.fields},
+        **{field: model.fields[field] for field, *_ in WIDE_FIELDS if field in model.fields},
     }
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -132,6 +134,23 @@ class SafetensorsWriter:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _remove_left_overs(path: Path) -> None:
+    """Remove what exports to this place have left that were killed."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.unfinished-(\d+)")
+    for entry in path.parent.iterdir():
+        found = pattern.fullmatch(entry.name)
+        if found and not psutil.pid_exists(int(found[1])):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_free(path: Path, nbytes: int) -> None:
+    """Raise HuggingFaceError unless the disk that `path` will be on has room for so many bytes."""
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise HuggingFaceError(f"{nbytes:,} bytes are wanted for {path}, {free:,} are free there.")
+
+
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
     """Yield a folder beside `path` that gets this name on leaving; on an error it is removed.
@@ -143,7 +162,9 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
         raise HuggingFaceError(f"{path} is there already: give a folder that is not, or remove it.")
     beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
-        beside.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_overs(path)
+        beside.mkdir()
         yield beside
         beside.rename(path)
     except OSError as error:

@@ -8,25 +8,25 @@
 
 What always holds: a tensor that the table does not know, one that is missing and one of another shape are refused by
 name; values are never rounded.
-
-Shape suffixes: v vocabulary, p padded controller.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.wide_residual_config import WideResidualConfig
+from megatron.training.checkpoints.controllers import fresh_controller
 from megatron.training.huggingface.errors import HuggingFaceError
 from megatron.training.huggingface.folder_reader import Entry, HfFolder, has_tokenizer
 from megatron.training.huggingface.model_arguments import megatron_flags, parse_flags
-from megatron.training.huggingface.model_configs import HfModel, read_config
+from megatron.training.huggingface.model_configs import WIDE_FIELDS, HfModel, read_config, wide_layout
 from megatron.training.huggingface.name_tables import ALIASES, DERIVED, TensorPair, tensor_table
 
 DEFAULT_VOCABULARY_MULTIPLE = 128
@@ -46,6 +46,7 @@ class ImportPlan:
     flags: list[str]
     names: dict[str, str]
     tied_copy: str | None
+    fresh: WideResidualConfig | None
 
     def dtype_of(self, pair: TensorPair) -> torch.dtype:
         """Return the dtype of a pair's Megatron tensor."""
@@ -57,6 +58,8 @@ class ImportPlan:
         Raises:
             HuggingFaceError: a value that the model's dtype cannot hold, a copy of tied embeddings that differs.
         """
+        if pair.is_controller and self.fresh is not None:
+            return fresh_controller(pair.megatron, self.fresh)
         parts = [folder.tensor(self.names[name]) for name in pair.hf]
         if pair.megatron.endswith("word_embeddings.weight") and self.tied_copy is not None:
             _require_same(parts[0], folder.tensor(self.tied_copy), self.tied_copy)
@@ -64,10 +67,29 @@ class ImportPlan:
         assert tuple(tensor.shape) == pair.megatron_shape, pair.megatron
         return tensor
 
+    def describe(self, pair: TensorPair) -> str:
+        """Return where a pair's Megatron tensor comes from."""
+        if pair.is_controller and self.fresh is not None:
+            return "new"
+        return ", ".join(self.names[name] for name in pair.hf)
+
     def tensors(self, folder: HfFolder) -> Iterator[tuple[str, Tensor]]:
         """Yield Megatron's tensors one at a time."""
         for pair in self.pairs:
             yield pair.megatron, self.tensor(folder, pair)
+
+
+def _widened(model: HfModel, wide: WideResidualConfig | None) -> HfModel:
+    """Return the model with wide streams; HuggingFaceError when the folder's has them already."""
+    if wide is None:
+        return model
+    if model.is_wide:
+        raise HuggingFaceError(
+            f"the folder's model has {model.fields['num_streams']} streams already: leave --num-streams out; "
+            "convert.py resize changes their number."
+        )
+    layout = wide_layout({name: getattr(wide, name) for name, *_ in WIDE_FIELDS})
+    return replace(model, fields={**model.fields, **layout})
 
 
 def cast_exactly(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -144,6 +166,7 @@ def plan_import(
     *,
     vocabulary_multiple: int = DEFAULT_VOCABULARY_MULTIPLE,
     sequence_length: int | None = None,
+    wide: WideResidualConfig | None = None,
 ) -> ImportPlan:
     """Check a folder and say what it becomes.
 
@@ -153,16 +176,18 @@ def plan_import(
         vocabulary_multiple: the embedding gets zero rows up to a multiple of it (--make-vocab-size-divisible-by).
         sequence_length: --seq-length of the arguments; default: the longest context of a Llama, 2048 for Mamba-2.
 
+        wide: widen the model on the way, to this layout at its start.
+
     Raises:
         HuggingFaceError: a configuration or tensors that cannot be converted; the message names what.
     """
-    model = read_config(folder.config)
+    model = _widened(read_config(folder.config), wide)
     vocabulary = model.fields["vocab_size"]
     padded = -(-vocabulary // vocabulary_multiple) * vocabulary_multiple
     pairs = tensor_table(model.family, model.sizes(padded), model.switches)
     names = _stored_names(model, folder.entries)
     tied_copy = None if "untied" in model.switches else names.pop("lm_head.weight", None)
-    _check_tensors(pairs, names, folder)
+    _check_tensors([pair for pair in pairs if wide is None or not pair.is_controller], names, folder)
     dtype = _model_dtype(folder, names[pairs[0].hf[0]])
     length = sequence_length or model.fields.get("max_position_embeddings") or DEFAULT_MAMBA_SEQUENCE
     flags = [
@@ -173,4 +198,4 @@ def plan_import(
     ]
     args, _ = parse_flags([*flags, "--padded-vocab-size", str(padded)], host)
     args.hf_config = folder.config
-    return ImportPlan(model, pairs, dtype, args, flags, names, tied_copy)
+    return ImportPlan(model, pairs, dtype, args, flags, names, tied_copy, wide)

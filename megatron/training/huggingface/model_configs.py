@@ -166,7 +166,7 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, bool]:
 
 def _check_known(config: Mapping[str, Any], known: Any, wide: bool) -> None:
     """Refuse fields that transformers' class does not know, unless they are switched off."""
-    names = set(known) | {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "rms_norm", "time_step_limit"}
+    names = set(known) | {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "rms_norm", "norm_before_gate"}
     names |= {name for name, *_ in WIDE_FIELDS} if wide else set()
     for name, value in config.items():
         off = value is None or value is False
@@ -243,14 +243,16 @@ def _special_floats(value: Any) -> Any:
     return [_special_floats(item) for item in value] if isinstance(value, list) else value
 
 
+def wide_layout(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layout of streams without bounds of a retention that is not learned, as Megatron's flags want it."""
+    learned = bool(given.get("learned_retention"))
+    return {name: value for name, value in given.items() if learned or "retention" not in name}
+
+
 def _wide_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of the streams; bounds of retention only where it is learned, as Megatron's flags want it."""
-    found = {name: raw[name] for name, *_ in WIDE_FIELDS if raw.get(name) is not None}
-    if "num_streams" not in found:
+    if raw.get("num_streams") is None:
         raise HuggingFaceError("config.json has no num_streams: a wide model's has one.")
-    if not found.get("learned_retention"):
-        found = {name: value for name, value in found.items() if "retention" not in name}
-    return found
+    return wide_layout({name: raw[name] for name, *_ in WIDE_FIELDS if raw.get(name) is not None})
 
 
 def read_config(raw: Mapping[str, Any]) -> HfModel:
