@@ -35,8 +35,11 @@ from megatron.training.resume.errors import CheckpointError
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def train_here(options: Sequence[str]) -> list[float]:
-    """Run the trainer in this process; returns the loss of every step. Raises what the script would report."""
+def train_here(options: Sequence[str], on_step: Callable[[int, float], Any] | None = None) -> list[float]:
+    """Run the trainer in this process; returns the loss of every step, and gives it to on_step(step, loss).
+
+    Raises what the script would report.
+    """
     kind = MODEL_KINDS["hybrid" if "--hybrid-layer-pattern" in options else "gpt"]
     losses: list[float] = []
 
@@ -44,6 +47,8 @@ def train_here(options: Sequence[str]) -> list[float]:
         def observed(*args: Any, **kwargs: Any) -> Any:
             outcome = step(*args, **kwargs)
             losses.append(float(outcome[0]["lm loss"]))
+            if on_step is not None:
+                on_step(get_args().curr_iteration + 1, losses[-1])
             return outcome
 
         return observed

@@ -65,12 +65,13 @@ def fingerprint(parts: Any) -> list[torch.Tensor]:
 
 
 def assert_refused(load: Callable[[Path], Any], folder: Path, named: str, what: str) -> None:
+    refusal = None
     try:
         load(folder)
-    except CheckpointError as refusal:
-        assert named in str(refusal), f"{what}: the refusal does not name {named}:\n{refusal}"
-    else:
-        pytest.fail(f"loaded although {named} was {what}")
+    except CheckpointError as error:
+        refusal = str(error)
+    assert refusal is not None, f"loaded although {named} was {what}"
+    assert named in refusal, f"{what}: the refusal does not name {named}:\n{refusal}"
 
 
 # ---- torch_dist: every key

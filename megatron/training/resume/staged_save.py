@@ -17,11 +17,13 @@ have finished.
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ from megatron.training.resume.location import (
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# A disk with less room than this is taken for the reason of a failed save.
+_FULL_DISK_BYTES = 1 << 20
 
 
 def _is_first_rank() -> bool:
@@ -174,8 +178,10 @@ class _Save:
         _barrier()
         self._announce()
 
-    def failure(self, error: BaseException) -> CheckpointError:
-        """Return what to say of a save that failed; the disk is given back what it took."""
+    def failure(self, error: BaseException, said: list[str]) -> CheckpointError:
+        """Return what to say of a save that failed, with what its writers said; the disk is given back what it took."""
+        there = next(folder for folder in (self.save, *self.save.absolute().parents) if folder.is_dir())
+        cause = _cause(error, said, free=shutil.disk_usage(there).free)
         if _is_first_rank():
             self.clear()
         try:
@@ -184,24 +190,47 @@ class _Save:
         except CheckpointError:
             kept = "no checkpoint is there yet"
         what = RELEASE if self.step is None else f"step {self.step}"
-        return CheckpointError(f"saving {what} to {self.save} failed: {_cause(error)}; {kept}.")
+        return CheckpointError(f"saving {what} to {self.save} failed: {cause}; {kept}.")
 
 
-def _cause(error: BaseException) -> str:
-    """Return the reason in a failed save: that of the operating system where it is in the chain or the text."""
-    import errno
+class _Said(logging.Handler):
+    """Keeps the errors that upstream's writers log: the exception that they raise later names only its class."""
 
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Collect what upstream's writers say of errors."""
+    said, logger = _Said(), logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    logger.addHandler(said)
+    try:
+        yield said.lines
+    finally:
+        logger.removeHandler(said)
+
+
+def _cause(error: BaseException, said: list[str], free: int) -> str:
+    """Return the reason of a failed save: that of the operating system where it is in the chain or the texts."""
+    if free < _FULL_DISK_BYTES:
+        return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free)"
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
             return os.strerror(seen.errno)
         seen = seen.__cause__ or seen.__context__
-    text = str(error).strip()
+    lines = [*said[:1], *str(error).strip().splitlines()[-1:]]
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
+        if any(os.strerror(number) in line for line in lines):
             return os.strerror(number)
-    last = text.splitlines()[-1][:300] if text else ""
-    return f"{type(error).__name__}: {last} (is the disk full?)"
+    reason = lines[0][:300] if lines else type(error).__name__
+    return f"{reason} ({free:,} bytes are free on that disk)"
 
 
 def _stage(upstream_save: Callable[..., None]) -> Callable[..., None]:
@@ -214,9 +243,10 @@ def _stage(upstream_save: Callable[..., None]) -> Callable[..., None]:
         args = get_args()
         save = _Save(args, iteration, options.get("release", False))
         announce = save.announce_later(wandb_utils.on_save_checkpoint_success)
+        said: list[str] = []
         try:
             save.prepare()
-            with Replacements() as replaced:
+            with Replacements() as replaced, _heard() as said:
                 for name in ("get_checkpoint_name", "get_checkpoint_tracker_filename"):
                     replaced.set(checkpointing, name, save.staged(getattr(checkpointing, name)))
                 replaced.set(wandb_utils, "on_save_checkpoint_success", announce)
@@ -226,7 +256,7 @@ def _stage(upstream_save: Callable[..., None]) -> Callable[..., None]:
             if not args.async_save:
                 save.finish()
         except (Exception, SystemExit, CheckpointException) as error:  # the last is torch's own, and no Exception
-            raise save.failure(error) from error
+            raise save.failure(error, said) from error
 
     return save_checkpoint
 
