@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,10 @@ from megatron.training.hybrid_patterns import (
     DEPTH,
     LAYER_SYMBOLS,
     PIPE,
-    check_hybrid_arguments,
     check_hybrid_pattern,
     check_layer_count,
     check_pipeline_segments,
-    refuse_hybrid_arguments,
+    check_uneven_stages,
 )
 
 FLAG = "--hybrid-layer-pattern"
@@ -107,50 +105,30 @@ def test_a_layer_count_that_disagrees_is_shown_in_the_pattern(num_layers: int, p
     assert pointed_at(str(error.value)) == position
 
 
+@pytest.mark.parametrize("pattern", ["M*|-E", "M|", "M*|-E/M"])
+def test_a_cut_pattern_on_one_stage_is_pointed_at(pattern: str) -> None:
+    with pytest.raises(ValueError, match="--pipeline-model-parallel-size is 1") as error:
+        check_pipeline_segments(pattern, FLAG, 1)
+    assert pointed_at(str(error.value)) == pattern.index(PIPE)
+
+
+@given(st.integers(1, 9), st.integers(2, 4), st.none() | st.integers(-1, 9), st.none() | st.integers(-1, 9))
+def test_uneven_stages_are_taken_only_when_upstream_gives_every_layer_one_stage(
+    layers: int, stages: int, first: int | None, last: int | None
+) -> None:
+    pattern = "M*-E"[: layers % 4] + "M" * (layers - layers % 4)
+    ends = [first, *[None] * (stages - 2), last]
+    rest, others = layers - (first or 0) - (last or 0), ends.count(None)
+    whole = min(first or 0, last or 0) >= 0 and rest >= 0 and (rest % others == 0 if others else rest == 0)
+    message = complaint(check_uneven_stages, pattern, FLAG, stages, first, last)
+    assert bool(message) != whole, f"{layers} layers, {ends}: {message or 'taken'}"
+
+
 @pytest.mark.parametrize(("pattern", "stages"), [("M*-", 2), ("M|*|-", 2), ("M*|-E", 3), ("M*|-E", 4)])
 def test_a_pattern_that_does_not_divide_among_the_stages_is_refused(pattern: str, stages: int) -> None:
     with pytest.raises(ValueError, match=rf"divide among {stages} pipeline stages") as error:
         check_pipeline_segments(pattern, FLAG, stages)
     assert 0 <= pointed_at(str(error.value)) <= len(pattern)
-
-
-def arguments(**given: Any) -> Namespace:
-    """The parsed arguments that the check looks at."""
-    defaults: dict[str, Any] = {
-        "hybrid_layer_pattern": None,
-        "hybrid_override_pattern": None,
-        "num_layers": None,
-        "num_experts": None,
-        "transformer_impl": "local",
-        "pipeline_model_parallel_size": 1,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-    }
-    return Namespace(**{**defaults, **given})
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({}, "needs --hybrid-layer-pattern"),
-        ({"hybrid_layer_pattern": "M", "hybrid_override_pattern": "M"}, "two names of one option"),
-        ({"hybrid_override_pattern": "MX"}, "'X' at position 2 of --hybrid-override-pattern"),
-        ({"hybrid_layer_pattern": "M*", "num_layers": 3}, "--num-layers is 3"),
-        ({"hybrid_layer_pattern": "ME"}, "needs --num-experts"),
-        ({"hybrid_layer_pattern": "M*-", "pipeline_model_parallel_size": 2}, "2 pipeline stages"),
-    ],
-    ids=str,
-)
-def test_arguments_without_a_usable_pattern_are_refused(given: dict[str, Any], reason: str) -> None:
-    assert reason in complaint(check_hybrid_arguments, arguments(**given))
-
-
-@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
-def test_either_name_of_the_pattern_is_taken_here_and_refused_for_a_gpt(name: str) -> None:
-    given = arguments(**{name: "M*-"}, num_layers=3)
-    check_hybrid_arguments(given)
-    with pytest.raises(ValueError, match=r"give it to pretrain_mamba\.py"):
-        refuse_hybrid_arguments(given)
 
 
 def test_every_symbol_of_upstream_is_known() -> None:

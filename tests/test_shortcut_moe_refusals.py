@@ -31,6 +31,7 @@ HYBRID = [
 ]
 SHARED = ["--moe-shared-expert-intermediate-size", "32"]
 SHORTCUT = [*HYBRID, *SHARED, "--moe-shortcut-connection"]
+TWO_STAGES = ["--pipeline-model-parallel-size", "2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +60,10 @@ def refused(kind: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> s
         ([*SHORTCUT, "--cuda-graph-impl", "local"], "--cuda-graph-impl cannot be used"),
         ([*SHORTCUT, "--hybrid-layer-pattern", "EM*E"], "'E' at position 1 of the pattern stands at the start"),
         ([*SHORTCUT, "--hybrid-layer-pattern", "M*EE"], "'E' at position 4 of the pattern stands after another MoE"),
-        ([*SHORTCUT, "--hybrid-layer-pattern", "ME|E*"], "'E' at position 4 of the pattern stands at the start"),
+        (
+            [*SHORTCUT, *TWO_STAGES, "--hybrid-layer-pattern", "ME|E*"],
+            "'E' at position 4 of the pattern stands at the start",
+        ),
         ([*SHORTCUT, "--hybrid-layer-pattern", "M*-"], "'M*-' has no E"),
     ],
 )

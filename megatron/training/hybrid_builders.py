@@ -17,7 +17,7 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
-from megatron.core.models.hybrid.local_hybrid_specs import local_hybrid_stack_spec
+from megatron.core.models.hybrid.local_hybrid_specs import local_hybrid_stack_spec, with_query_key_norms
 from megatron.core.models.hybrid.wide_residual_hybrid_model import WideResidualHybridModel
 from megatron.training.model_summary import print_model_summary
 from megatron.training.shortcut_moe_arguments import shortcut_stack_spec
@@ -74,7 +74,10 @@ def hybrid_model_config_from_args(args: Namespace) -> HybridModelConfig:
             model_config_cls=WideResidualHybridModelConfig,
         )
     if model_config.hybrid_stack_spec is None and args.transformer_impl == "local":
-        model_config.hybrid_stack_spec = local_hybrid_stack_spec
+        normed = model_config.transformer.qk_layernorm
+        model_config.hybrid_stack_spec = (
+            with_query_key_norms(local_hybrid_stack_spec) if normed else local_hybrid_stack_spec
+        )
     if args.moe_shortcut_connection:
         model_config.hybrid_stack_spec = shortcut_stack_spec(args, model_config.hybrid_stack_spec or hybrid_stack_spec)
     model_config.pre_wrap_hooks.append(print_model_summary)

@@ -13,7 +13,6 @@ there; nothing is repaired.
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
 
 PIPE, DEPTH = "|", "/"
 
@@ -40,7 +39,8 @@ def pointed_error(message: str, pattern: str, position: int) -> ValueError:
     return ValueError(f"{message}\n    {pattern}\n    {' ' * position}^")
 
 
-def _known_symbols() -> str:
+def known_symbols() -> str:
+    """What a pattern may hold, for messages."""
     layers = ", ".join(f"{symbol} {meaning}" for symbol, meaning in LAYER_SYMBOLS.items())
     return f"{layers}; {PIPE} cuts pipeline segments, {DEPTH} begins a multi-token prediction depth"
 
@@ -64,7 +64,7 @@ def check_hybrid_pattern(pattern: str, flag: str, *, transformer_engine: bool) -
         transformer_engine: whether the layers are built from Transformer Engine's modules.
     """
     if not pattern.split(DEPTH)[0].replace(PIPE, ""):
-        raise pointed_error(f"{flag} has no layer before position 1; {_known_symbols()}", pattern, 0)
+        raise pointed_error(f"{flag} has no layer before position 1; {known_symbols()}", pattern, 0)
     depths_begun = 0
     for i, symbol in enumerate(pattern):
         where = f"'{symbol}' at position {i + 1} of {flag}"
@@ -76,7 +76,7 @@ def check_hybrid_pattern(pattern: str, flag: str, *, transformer_engine: bool) -
             if depths_begun:
                 raise pointed_error(f"{where} cuts a prediction depth, which stays on one pipeline stage", pattern, i)
         elif symbol not in LAYER_SYMBOLS:
-            raise pointed_error(f"{where} is no layer symbol; wanted: {_known_symbols()}", pattern, i)
+            raise pointed_error(f"{where} is no layer symbol; wanted: {known_symbols()}", pattern, i)
         elif missing := _missing(symbol, transformer_engine):
             raise pointed_error(f"{where} ({LAYER_SYMBOLS[symbol]}) needs {' and '.join(missing)}", pattern, i)
     _check_attention_kinds(pattern, flag)
@@ -129,11 +129,42 @@ def check_layer_count(pattern: str, flag: str, num_layers: int) -> None:
     )
 
 
+def check_uneven_stages(pattern: str, flag: str, pipeline_size: int, first: int | None, last: int | None) -> None:
+    """Raise ValueError when the layers of the first or last stage leave some that no other stage takes.
+
+    Args:
+        first: --decoder-first-pipeline-num-layers.
+        last: --decoder-last-pipeline-num-layers.
+    """
+    main = pattern.split(DEPTH)[0].replace(PIPE, "")
+    fixed = [layers for layers in (first, last) if layers is not None]
+    stages, rest = pipeline_size - len(fixed), len(main) - sum(fixed)
+    if min(fixed, default=0) < 0 or rest < 0 or (rest % stages if stages else rest):
+        given = " and ".join(
+            f"--decoder-{place}-pipeline-num-layers {layers}"
+            for place, layers in (("first", first), ("last", last))
+            if layers is not None
+        )
+        raise ValueError(
+            f"{given} of the {len(main)} layers of {flag} leave {rest} for {stages} other pipeline stages; cut the "
+            f"pattern with '{PIPE}' into {pipeline_size} segments instead"
+        )
+
+
 def check_pipeline_segments(pattern: str, flag: str, pipeline_size: int) -> None:
     """Raise ValueError, pointing at the position, when the pattern cannot be laid over the pipeline stages."""
     main = pattern.split(DEPTH)[0]
     segments = main.split(PIPE)
-    if len(segments) == 1:
+    if pipeline_size == 1:
+        if PIPE in main:
+            raise pointed_error(
+                f"'{PIPE}' at position {main.find(PIPE) + 1} of {flag} cuts pipeline segments, and "
+                f"--pipeline-model-parallel-size is 1; leave out each '{PIPE}', the layers stay the same, or give the "
+                "number of stages",
+                pattern,
+                main.find(PIPE),
+            )
+    elif len(segments) == 1:
         if len(main) % pipeline_size:
             raise pointed_error(
                 f"the {len(main)} layers of {flag} do not divide among {pipeline_size} pipeline stages; cut it with "
@@ -149,45 +180,3 @@ def check_pipeline_segments(pattern: str, flag: str, pipeline_size: int) -> None
             pattern,
             len(PIPE.join(segments[:whole])) if whole else len(main),
         )
-
-
-def check_hybrid_arguments(args: Namespace) -> None:
-    """Check the pattern of the parsed arguments, before upstream validates them.
-
-    Raises:
-        ValueError: no pattern, two patterns, or one that cannot be built here; the message points at the position.
-    """
-    patterns = {
-        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
-        "--hybrid-override-pattern": args.hybrid_override_pattern,
-    }
-    given = {flag: pattern for flag, pattern in patterns.items() if pattern is not None}
-    if not given:
-        raise ValueError(
-            "pretrain_mamba.py needs --hybrid-layer-pattern, one symbol per layer: "
-            f'{_known_symbols()}. For example --hybrid-layer-pattern "M*-M-". (pretrain_gpt.py trains a GPT.)'
-        )
-    if len(given) == 2:
-        raise ValueError(
-            "--hybrid-layer-pattern and --hybrid-override-pattern are two names of one option, the second is the "
-            "older; give one of them"
-        )
-    ((flag, pattern),) = given.items()
-    check_hybrid_pattern(pattern, flag, transformer_engine=args.transformer_impl == "transformer_engine")
-    if args.num_layers is not None:
-        check_layer_count(pattern, flag, args.num_layers)
-    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    if args.pipeline_model_parallel_size > 1 and uneven == (None, None):
-        check_pipeline_segments(pattern, flag, args.pipeline_model_parallel_size)
-    if "E" in pattern and args.num_experts is None:
-        raise pointed_error(f"'E' of {flag} is an MoE layer, which needs --num-experts", pattern, pattern.find("E"))
-
-
-def refuse_hybrid_arguments(args: Namespace) -> None:
-    """Raise ValueError for a pattern given to a script that builds no hybrid model."""
-    for flag, pattern in (
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
-        ("--hybrid-override-pattern", args.hybrid_override_pattern),
-    ):
-        if pattern is not None:
-            raise ValueError(f"{flag} describes a hybrid model: give it to pretrain_mamba.py, or leave it out")

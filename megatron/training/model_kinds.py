@@ -61,14 +61,14 @@ def hybrid_model_config(args: argparse.Namespace) -> Any:
 
 
 def _check_gpt(args: argparse.Namespace) -> None:
-    from megatron.training.hybrid_patterns import refuse_hybrid_arguments
+    from megatron.training.hybrid_arguments import refuse_hybrid_arguments
 
     with as_choice_error():
         refuse_hybrid_arguments(args)
 
 
 def _check_hybrid(args: argparse.Namespace) -> None:
-    from megatron.training.hybrid_patterns import check_hybrid_arguments
+    from megatron.training.hybrid_arguments import check_hybrid_arguments
 
     with as_choice_error():
         check_hybrid_arguments(args)

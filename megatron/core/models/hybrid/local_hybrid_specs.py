@@ -9,6 +9,7 @@ norms that Transformer Engine fuses into the linear layer after them: FUSED_NORM
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import megatron.core.transformer.multi_token_prediction as mtp
@@ -121,3 +122,17 @@ local_hybrid_stack_spec = ModuleSpec(
     ),
 )
 """Mamba-2, attention, MLP and MoE layers. GDN and MLA layers need Transformer Engine and fla."""
+
+
+def with_query_key_norms(spec: ModuleSpec) -> ModuleSpec:
+    """Return spec, one of torch modules, for a config with `qk_layernorm`; spec is left as it was.
+
+    Its attention layers norm queries and keys with torch's norm. Transformer Engine's need no such spec: upstream takes
+    that package's norm of itself.
+    """
+    layer = spec.submodules.attention_layer
+    attention = layer.submodules.self_attention
+    norms = dict.fromkeys(("q_layernorm", "k_layernorm"), WrappedTorchNorm)
+    attention = replace(attention, submodules=replace(attention.submodules, **norms))
+    layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
