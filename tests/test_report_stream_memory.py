@@ -103,6 +103,8 @@ def test_a_checkpoint_says_what_the_model_is(tool: Any, tmp_path: Path, capsys: 
             "report on --tensor-model-parallel-size 1",
         ),
         (["--wide-residual=4", "--mtp-num-layers=1", "--position-embedding-type=rope"], "--mtp-num-layers: "),
+        (["--wide-residual=4", "--hybrid-layer-pattern=M*-"], "--hybrid-layer-pattern: this report knows GPT models"),
+        (["--wide-residual=4", "--hybrid-override-pattern=M*-"], "--hybrid-override-pattern: this report knows GPT"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -87,8 +87,11 @@ def complete_arguments(args: argparse.Namespace) -> None:
                 "the checkpoint's model has one residual stream; give its flags and --wide-residual K instead of it"
             )
         raise ReportError("no --wide-residual K given: there are no wide streams to report on; give 2 or more")
-    if getattr(args, "hybrid_layer_pattern", None):
-        raise ReportError("--hybrid-layer-pattern: this report knows GPT models only; leave it out")
+    if args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None:
+        if args.use_checkpoint_args:
+            raise ReportError("the checkpoint's model is a hybrid; this report knows GPT models only")
+        given = "--hybrid-layer-pattern" if args.hybrid_layer_pattern is not None else "--hybrid-override-pattern"
+        raise ReportError(f"{given}: this report knows GPT models only; leave it out")
     if args.mtp_num_layers:
         raise ReportError("--mtp-num-layers: the layers of multi-token prediction are not counted here; leave it out")
     if args.recompute_granularity == "full":
