@@ -134,7 +134,7 @@ class ChunkFiles:
         """Fill target, which is contiguous and has the stored shape and dtype."""
         file = self.file(name)
         try:
-            with zipfile.ZipFile(_Slice(file, offset, length)) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
                 start, description, size = _describe(archive)
         except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError, struct.error) as error:
             raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {error}") from error

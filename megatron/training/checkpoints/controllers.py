@@ -15,6 +15,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,11 +64,11 @@ def controller_names(weights: Iterable[str], config: WideResidualConfig, args: N
 def fresh_controller(name: str, config: WideResidualConfig) -> Tensor:
     """Return a controller as a new model has it: [p], fp32."""
     kind = find_tensor(name).row.controller
-    carrier = SimpleNamespace(wide_residual=config, sequence_parallel=False)
+    carrier: Any = SimpleNamespace(wide_residual=config, sequence_parallel=False)
     if kind == "retention":
-        owner = LearnedWideResidualRetention(carrier, 0, "converted", num_streams=config.num_streams)  # type: ignore[arg-type]
+        owner = LearnedWideResidualRetention(carrier, 0, "converted", num_streams=config.num_streams)
         return owner.retention_logit.detach()
-    return StreamwiseSigmoidMap(carrier, map_kind="write" if kind == "write" else "read").logit.detach()  # type: ignore[arg-type]
+    return StreamwiseSigmoidMap(carrier, map_kind="write" if kind == "write" else "read").logit.detach()
 
 
 def padded(values: Tensor) -> Tensor:

@@ -212,6 +212,7 @@ def weights_only(reader: Reader, plan: Plan) -> None:
     plan.dropped += [entry for entry in reader.entries if entry.slot != WEIGHT]
     plan.steps = [step for step in plan.steps if step.entry.slot == WEIGHT]
     plan.common = plan.common.without_optimizer()
+    plan.keeps_buckets = False
     plan.notes.append("optimizer states were left out: a run that loads it starts them afresh")
 
 

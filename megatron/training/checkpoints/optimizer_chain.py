@@ -1,8 +1,8 @@
 """The optimizer's part of a checkpoint that is no tensor: parameter groups, step, a chain of one or two optimizers.
 
-    chain = OptimizerChain.of(common.state["optimizer"])
-    chain.parts[0].groups, chain.parts[0].step
-    rechained(common.state["optimizer"], experts_apart=True, ...)        # expert parallelism puts experts into their own
+    parts = parts_of(common.state["optimizer"])
+    parts[0].groups, parts[0].step
+    rechained(common.state["optimizer"], experts_apart=True, bare_experts=False)
 
 With expert-parallel ranks the experts have an optimizer of their own (the second); without, there is one for all.
 

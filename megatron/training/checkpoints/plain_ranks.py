@@ -49,7 +49,7 @@ def check_plain_layout(layout: Layout) -> None:
     """Raise ConversionError for a layout whose plain files are ambiguous."""
     if layout.expert_tensor != layout.tensor and layout.expert > 1:
         raise ConversionError(
-            f"{layout}: a plain checkpoint whose experts have another tensor-parallel size is not served; use torch_dist"
+            f"{layout}: plain checkpoints do not serve another tensor-parallel size for experts; use torch_dist"
         )
 
 

@@ -167,8 +167,8 @@ class PlainReader:
             for number, (group, members) in enumerate(zip(part.groups, groups, strict=True)):
                 if len(group["params"]) != len(members):
                     raise ConversionError(
-                        f"{file.path}: group {number} of the optimizer has {len(group['params'])} states, the model has "
-                        f"{len(members)} such parameters: convert with --weights-only"
+                        f"{file.path}: group {number} of the optimizer has {len(group['params'])} states, the "
+                        f"model has {len(members)} such parameters: convert with --weights-only"
                     )
                 for at, (index, name) in enumerate(zip(group["params"], members, strict=True)):
                     states = dict(part.inner["state"].get(index, {}))
@@ -178,7 +178,7 @@ class PlainReader:
                     for slot, value in states.items():
                         if value.shape != names[name].shape:
                             raise ConversionError(
-                                f"{file.path}: state {index} of the optimizer has shape {list(value.shape)}, {name} has "
+                                f"{file.path}: state {index} of the optimizer is {list(value.shape)}, {name} is "
                                 f"{list(names[name].shape)}: convert with --weights-only"
                             )
                         self._add(name, slot, rank, value)

@@ -90,8 +90,8 @@ class PlainWriter:
             )
         if self._fused:
             raise ConversionError(
-                "the order of Transformer Engine's optimizer states is not known here: keep torch_dist, or convert with "
-                "--weights-only"
+                "the order of Transformer Engine's optimizer states is not known here: keep torch_dist, or convert "
+                "with --weights-only"
             )
         return parts
 

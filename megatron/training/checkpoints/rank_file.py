@@ -99,10 +99,10 @@ class RankFile:
             self._descriptor = -1
 
     def _offset(self, stored: Tensor) -> int:
-        offset = stored.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+        offset = stored.untyped_storage()._checkpoint_offset
         if offset is None or not stored.is_contiguous():
             raise ConversionError(f"{self.path} has a tensor that does not lie in one piece")
-        return int(offset) + stored.storage_offset() * stored.itemsize
+        return int(offset) + int(stored.storage_offset()) * stored.itemsize
 
     def read_into(self, stored: Tensor, target: Tensor) -> None:
         """Fill target (contiguous, of the same shape and dtype) with the data of a tensor of `state`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from megatron.training.checkpoints.conversion import Plan, copy_step, ordered
+from megatron.training.checkpoints.conversion import Plan, copy_step, ordered, weights_only
 from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.open_checkpoint import Reader
@@ -20,7 +20,7 @@ from megatron.training.checkpoints.widen import stored_streams, style_of
 Names = Literal["combined", "split"]
 
 
-def plan_rekey(reader: Reader, names: Names) -> Plan:
+def plan_rekey(reader: Reader, names: Names, *, keep_optimizer: bool = True) -> Plan:
     """Return the plan that renames controllers.
 
     Raises:
@@ -33,7 +33,7 @@ def plan_rekey(reader: Reader, names: Names) -> Plan:
     common = reader.common.copied()
     common.combined_names = names == "combined"
     style = style_of(reader)
-    return Plan(
+    plan = Plan(
         f"rekey: {reader.folder} to {names} names",
         ordered([copy_step(entry, info) for entry, info in reader.entries.items()]),
         common,
@@ -42,3 +42,6 @@ def plan_rekey(reader: Reader, names: Names) -> Plan:
         None if style is None else replace(style, combined=names == "combined"),
         keeps_buckets=True,
     )
+    if not keep_optimizer:
+        weights_only(reader, plan)
+    return plan

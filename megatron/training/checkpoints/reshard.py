@@ -28,6 +28,9 @@ from megatron.training.checkpoints.sharded_style import ShardedStyle, hybrid_pat
 from megatron.training.checkpoints.tensor_table import find_tensor
 from megatron.training.checkpoints.widen import style_of
 
+_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""What upstream says of how it spells keys; ShardedStyle spells them so."""
+
 _VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -69,7 +72,9 @@ def _set_layout(common: Common, layout: Layout, format: str, layers: int) -> Non
         args.sequence_parallel = bool(getattr(args, "sequence_parallel", False)) and layout.tensor > 1
         if layout.tensor > 1 and getattr(args, "num_experts", None):
             args.sequence_parallel = True  # upstream refuses experts with tensor parallelism without it
-    args.ckpt_format = format
+    args.ckpt_format, args.use_dist_ckpt = format, format == "torch_dist"
+    if format == "torch_dist":
+        common.state.setdefault("content_metadata", dict(_CONTENT))
     pattern = hybrid_pattern(common)
     if pattern is not None and before.pipeline != layout.pipeline:
         args.hybrid_layer_pattern = _pattern_for(pattern, layout.pipeline, layers)
@@ -81,6 +86,15 @@ def _pattern_for(pattern: str, stages: int, layers: int) -> str:
     if stages == 1:
         return main + slash + depths
     return "|".join(main[part.start : part.stop] for part in even_stages(layers, stages)) + slash + depths
+
+
+def layout_like(reader: Reader, *, tensor: int | None, pipeline: int | None, expert: int | None) -> Layout:
+    """Return the source's layout with the sizes that are given; virtual stages go where anything else changes."""
+    before = Layout.of(reader.common.args)
+    sizes = (tensor or before.tensor, pipeline or before.pipeline, expert or before.expert)
+    if sizes == (before.tensor, before.pipeline, before.expert) and before.expert_tensor == before.tensor:
+        return before
+    return Layout(*sizes, expert_tensor=sizes[0])
 
 
 def plan_reshard(reader: Reader, layout: Layout, format: str, *, keep_optimizer: bool = True) -> Plan:

@@ -107,10 +107,15 @@ class ShardedReader:
                 parse_key(key)  # raises, unless the name is a tensor's
                 raise ConversionError(f"{key} is stored as an object, a tensor is wanted")
 
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        description = self.metadata.state_dict_metadata[key]
+        assert isinstance(description, TensorStorageMetadata)
+        return description
+
     def _index_chunks(self) -> None:
         storage = self.metadata.storage_data
         for key in self.keys:
-            chunks = self.metadata.state_dict_metadata[key].chunks
+            chunks = self._tensor(key).chunks
             by_offset = {}
             for chunk in chunks:
                 by_offset[tuple(chunk.offsets)] = tuple(chunk.sizes)
@@ -123,7 +128,7 @@ class ShardedReader:
 
     def _add_entries(self, key: str) -> None:
         parsed = self.keys[key]
-        shape = tuple(self.metadata.state_dict_metadata[key].size)
+        shape = tuple(self._tensor(key).size)
         leading = shape[: parsed.leading_axes]
         for lead in _positions(leading):
             numbers = dict(zip(parsed.leading_names, lead, strict=True))
@@ -135,8 +140,8 @@ class ShardedReader:
 
     def _info(self, entry: Entry, parts: list[tuple[str, tuple[int, ...]]]) -> TensorInfo:
         first = self.keys[parts[0][0]]
-        shapes = [tuple(self.metadata.state_dict_metadata[key].size)[len(lead) :] for key, lead in parts]
-        dtype = self.metadata.state_dict_metadata[parts[0][0]].properties.dtype
+        shapes = [tuple(self._tensor(key).size)[len(lead) :] for key, lead in parts]
+        dtype = self._tensor(parts[0][0]).properties.dtype
         split = first.place.row.split
         if first.section is None or not isinstance(split, Sectioned):
             return TensorInfo(shapes[0], dtype)
@@ -176,7 +181,7 @@ class ShardedReader:
     def entries_of(self, key: str) -> list[Entry]:
         """Return the whole tensors that a stored tensor has a part of."""
         parsed = self.keys[key]
-        shape = tuple(self.metadata.state_dict_metadata[key].size)[: parsed.leading_axes]
+        shape = tuple(self._tensor(key).size)[: parsed.leading_axes]
         numbers = [dict(zip(parsed.leading_names, lead, strict=True)) for lead in _positions(shape)]
         return [Entry(parsed.place.at(**number).name, parsed.slot) for number in numbers]
 
@@ -192,7 +197,7 @@ class ShardedReader:
         assert isinstance(split, Sectioned)
         start = 0
         for key, lead in parts:
-            length = tuple(self.metadata.state_dict_metadata[key].size)[len(lead) :][split.axis]
+            length = tuple(self._tensor(key).size)[len(lead) :][split.axis]
             self._read_slice(key, lead, whole.narrow(split.axis, start, length))
             start += length
         return whole

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.tensor_splits import Replicated, Sectioned, Sharded, Split
@@ -63,14 +64,15 @@ class Row:
         return "{expert}" in self.name
 
 
-def _linear(name: str, out: str, into: str, split: Split, gated: Split | None = None, **names: str) -> list[Row]:
+def _linear(
+    name: str, out: str, into: str, split: Split, gated: Split | None = None, stored: str | None = None
+) -> list[Row]:
     """Weight and bias of a linear layer; a bias is whole where the input dimension is sharded."""
     bias_split = split if split.__class__ is not Sharded or getattr(split, "axis", 0) == 0 else _ALL
-    alias = {key: f"{value}.weight" for key, value in names.items()}
-    bias_alias = {key: f"{value}.bias" for key, value in names.items()}
+    weight, bias = (None if stored is None else f"{stored}.{kind}" for kind in ("weight", "bias"))
     return [
-        Row(f"{name}.weight", (out, into), split, gated, linear=True, **alias),
-        Row(f"{name}.bias", (out,), bias_split, gated, decays=False, linear=True, **bias_alias),
+        Row(f"{name}.weight", (out, into), split, gated, stored=weight, linear=True),
+        Row(f"{name}.bias", (out,), bias_split, gated, stored=bias, decays=False, linear=True),
     ]
 
 
@@ -199,7 +201,7 @@ class TensorPlace:
         """Return whether weight decay applies to it, given the number of its dimensions."""
         return dimensions > 1 if self.row.decays is None else self.row.decays
 
-    def at(self, **numbers: int) -> TensorPlace:
+    def at(self, **numbers: Any) -> TensorPlace:
         """Return the same row elsewhere."""
         return replace(self, **numbers)
 
@@ -256,7 +258,7 @@ def unknown_name(name: str, known: Iterable[str] | None = None) -> ConversionErr
     masked = re.sub(r"(?<=\.)\d+(?=\.)", "N", name)
     nearest = difflib.get_close_matches(masked, list(_index() if known is None else known), n=2, cutoff=0.5)
     numbers = iter(re.findall(r"(?<=\.)(\d+)(?=\.)", name))
-    shown = [re.sub(r"\bN\b", lambda _, used=numbers: next(used, "N"), near) for near in nearest[:1]] + nearest[1:]
+    shown = [re.sub(r"\bN\b", lambda _: next(numbers, "N"), near) for near in nearest[:1]] + nearest[1:]
     hint = f"; nearest known: {', '.join(shown)}" if shown else ""
     return ConversionError(f"{name} is no tensor that this converter knows{hint}")
 
