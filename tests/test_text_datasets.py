@@ -25,6 +25,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.training.data.corpus import corpus_fingerprint, read_corpus_index
 from megatron.training.data.errors import DataError
+from megatron.training.data.index_cache import BLEND_INDICES, remove_unfinished_indices
 from megatron.training.text_datasets import ContentKeyedGPTDataset, check_corpus, gpt_dataset_config
 
 SEQ_LENGTH = 8
@@ -104,6 +105,23 @@ def test_the_cache_is_used_again_while_the_content_is_the_same(make_args: ArgsMa
     time.sleep(0.01)
     _samples(args, ContentKeyedGPTDataset)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
+
+
+def test_an_index_that_a_killed_run_left_unfinished_is_built_again(make_args: ArgsMaker, tmp_path: Path) -> None:
+    prefixes = [harness.write_corpus(tmp_path / name, _documents([20] * 30)) for name in ("one", "other")]
+    cache = tmp_path / "cache"
+    blend = ["0.6", prefixes[0], "0.4", prefixes[1]]
+    args = make_args("--data-path", *blend, "--split", "6,2,2", "--data-cache-path", str(cache))
+    whole = _samples(args, ContentKeyedGPTDataset)
+    files = sorted(cache.glob("*.npy"))
+    blended = sorted(cache.glob(BLEND_INDICES))
+    assert len(files) > len(blended) > 0
+    for cut in (0, 20, -1):
+        for file in files:
+            file.write_bytes(file.read_bytes()[:cut])
+        assert remove_unfinished_indices(cache, BLEND_INDICES) == blended  # as the provider does before it builds
+        assert _samples(args, ContentKeyedGPTDataset) == whole
+        assert sorted(cache.glob("*.npy")) == files
 
 
 def test_the_fingerprint_sees_every_kind_of_change(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@
     pretrain(..., train_valid_test_datasets_provider, ...)         # later, called by the trainer
 
 What always holds: the samples are upstream's (GPTDataset, BlendedMegatronDatasetBuilder); only the key of the index
-cache differs, so that a corpus made again under the same name never meets the cached indices of the old one.
+cache differs, so that a corpus made again under the same name never meets the cached indices of the old one. An index
+that a killed run left unfinished is built again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training.data.corpus import corpus_fingerprint
 from megatron.training.data.corpus_check import check_corpus, data_sources
 from megatron.training.data.errors import DataError
+from megatron.training.data.index_cache import BLEND_INDICES, remove_unfinished_indices
 
 __all__ = ["ContentKeyedGPTDataset", "check_corpus", "gpt_dataset_config", "train_valid_test_datasets_provider"]
 
@@ -47,6 +50,10 @@ class ContentKeyedGPTDataset(GPTDataset):
         self.unique_identifiers["content"] = fingerprint  # read by BlendedDataset for the key of the blend
         self.unique_description += f"\ncontent: {fingerprint}\n"
         self.unique_description_hash: str = f"{self.unique_description_hash}-{fingerprint}"
+        folder = self.config.path_to_cache or os.path.join(
+            self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices"
+        )
+        remove_unfinished_indices(folder, f"{self.unique_description_hash}-*.npy")
         return super()._build_document_sample_shuffle_indices()
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
@@ -110,6 +117,8 @@ def train_valid_test_datasets_provider(
 
     config = gpt_dataset_config(get_args(), get_tokenizer())
     dataset_class: type[GPTDataset] = MockGPTDataset if config.mock else ContentKeyedGPTDataset
+    if config.path_to_cache:
+        remove_unfinished_indices(config.path_to_cache, BLEND_INDICES)
     reads_samples: Callable[[], bool] = partial(_reads_samples, vp_stage)
     return BlendedMegatronDatasetBuilder(dataset_class, list(train_val_test_num_samples), reads_samples, config).build()
 
