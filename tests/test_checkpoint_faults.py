@@ -112,7 +112,9 @@ def test_each_key_of_a_sharded_checkpoint_dropped_renamed_reshaped_or_recast_is_
     # Not compared: TE's extra state, and the rerun machine's, which a run takes up only while it looks for faults.
     left_out = ("_extra_state", "common_state/", "rerun_state_machine_state/")
     keys = [key for key in tensors if not any(name in key for name in left_out)]
-    assert len(keys) > 30
+    if name != "torch_dist":  # the model's keys are those of the first run
+        keys = [key for key in keys if key.startswith("optimizer.")]
+    assert len(keys) >= 9
 
     def body(load: Callable[[Path], Any], parts: Any) -> None:
         before = fingerprint(parts)
