@@ -21,7 +21,7 @@ check() {
 check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
-mapfile -t shell_files < <(git ls-files '*.sh' .ci/run)
+mapfile -t shell_files < <(git ls-files '*.sh' '*.sbatch' .ci/run)
 check "shellcheck" "$bin/shellcheck" "${shell_files[@]}"
 
 printf '\n== pytest\n'

@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 _DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -37,8 +38,8 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-# A requeued job begins cred_expire seconds later at the earliest.
-AuthInfo=socket={folder}/munge.sock,cred_expire=2
+# A requeued job begins cred_expire (5 s at least) later at the earliest.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -182,8 +183,10 @@ def _stop(cluster: Cluster) -> None:
         while cluster.run("squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(0.3)
     for file in sorted(cluster.folder.glob("*.pid"), reverse=True):  # slurmd and slurmctld before munged
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(file.read_text()), signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired, ValueError):
+            daemon = psutil.Process(int(file.read_text()))
+            daemon.terminate()
+            daemon.wait(10)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,12 @@ from harness_scripts import REPOSITORY, readme_commands, script_environment
 README = REPOSITORY / "README.md"
 PAGES = [name for name in repository_files() if name.endswith(".md")]
 # These are run by tests of their own, each of which checks that the README shows the command.
-RUN_ELSEWHERE = {"./scripts/quickstart.sh": "test_quickstart.py", "./scripts/test.sh": "test_setup_script.py"}
+RUN_ELSEWHERE = {
+    "./scripts/quickstart.sh": "test_quickstart.py",
+    "./scripts/test.sh": "test_setup_script.py",
+    "./scripts/launch.sh scripts/recipes/tiny-gpt.yaml --run-dir runs/tiny --train-iters 20": "test_launch.py",
+    ".venv/bin/python tools/runs.py runs --once": "test_launch.py",
+}
 
 
 @pytest.fixture

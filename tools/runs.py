@@ -36,7 +36,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     description, _, details = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("places", nargs="*", metavar="PLACE", default=["runs"], help="default: runs")
     parser.add_argument("--once", action="store_true", help="print the table once and end")

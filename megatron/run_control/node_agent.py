@@ -7,7 +7,8 @@ and MASTER_PORT (one node without them). One torchrun per node, started in this 
 
 SIGUSR2 asks the trainers to save and leave. Before anything starts it is blocked here, and a blocked signal stays
 blocked in every process started from here: one that arrives while a trainer still imports waits until that trainer is
-ready for it (trainer_side.py). A thread here passes it on, for launchers that reach only this process.
+ready for it (trainer_side.py), and the helpers of a trainer are not ended by it. A thread here passes it on to the
+trainers, for launchers that reach only this process.
 
 What always holds: when this process ends no trainer of the node is left, and outcomes/attempt-A-node-N.json says why.
 Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,26 @@ def identify_run(args: argparse.Namespace) -> None:
         use_stable_run_id(Path(args.save), os.environ)
 
 
+def _receive_blocked(number: signal.Signals) -> None:
+    """Call the handler of a signal that the launcher has blocked, from a thread that waits for it.
+
+    The signal stays blocked in the main thread and in every process that this one starts (data loaders, checkpoint
+    writers, wandb): srun sends it to all of them, and its default action would end them. One that came while this
+    process still imported has waited and is received now.
+    """
+    if number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return  # started without a launcher: upstream's handler is called as usual
+
+    def receive() -> None:
+        while True:
+            signal.sigwait({number})
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handler(number, None)
+
+    threading.Thread(target=receive, name="save-signal", daemon=True).start()
+
+
 @contextmanager
 def leaving_on_request() -> Iterator[None]:
     """Enter when the arguments are global; after a save that a signal asked for SystemExit(SAVED_ON_REQUEST) leaves."""
@@ -44,16 +65,12 @@ def leaving_on_request() -> Iterator[None]:
     if not args.exit_signal_handler:
         yield
         return
-    # The launcher blocks the signal in what it starts; one that came before the handler was there arrives now.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {args.exit_signal})
+    _receive_blocked(args.exit_signal)
     try:
         yield
     except SystemExit as leaving:
         if leaving.code not in (None, FINISHED):
             raise
         requested = any(get_signal_handler().signals_received())
-        # Python restores default actions while it shuts down, and a repeated request would end the process half-way.
-        signal.signal(args.exit_signal, signal.SIG_IGN)
         torch.distributed.barrier()
         raise SystemExit(SAVED_ON_REQUEST if requested else FINISHED) from None
-    signal.signal(args.exit_signal, signal.SIG_IGN)

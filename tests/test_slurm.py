@@ -1,0 +1,182 @@
+"""On a real Slurm: a run that is preempted, loses a rank and hangs ends like one that was left in peace.
+
+One job of two nodes, one process each, is preempted at a random step, then a rank is killed, then a rank is stopped; each
+time it requeues itself and goes on. What it computed is compared with the same recipe run by scripts/launch.sh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness_pretrain import exact_losses
+from harness_scripts import needs_own_venv, run_script
+from harness_slurm import Cluster, slurm_cluster, why_no_slurm
+
+from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
+
+STEPS = 200
+RECIPE = "scripts/recipes/tiny-gpt.yaml"
+FLAGS = ["--train-iters", str(STEPS), "--save-interval", "50", "--wandb-project", "tests"]
+_STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ \|")
+
+pytestmark = needs_own_venv
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """The two nodes."""
+    reason = why_no_slurm()
+    if reason is not None:
+        pytest.skip(f"no Slurm here: {reason}")
+    # Short, because the path of a socket may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with slurm_cluster(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class HardLife:
+    """The job that was disturbed."""
+
+    job: str
+    cluster: Cluster
+    folder: Path
+
+    def attempts(self) -> list[dict]:
+        file = self.folder / "attempts.json"
+        return json.loads(file.read_text()) if file.exists() else []
+
+    def steps(self) -> list[list[int]]:
+        """The steps that were logged, for every attempt."""
+        file = self.folder / "log.txt"
+        parts = re.split(r"launch: attempt \d+ of .*\n", file.read_text() if file.exists() else "")
+        return [[int(step) for step in _STEP_LINE.findall(part)] for part in parts[1:]]
+
+    def pid(self, rank: int) -> int:
+        return json.loads((self.folder / "heartbeats" / f"rank-{rank}.json").read_text())["pid"]
+
+    def wait_for_steps(self, attempt: int, count: int) -> None:
+        def enough() -> bool:
+            steps = self.steps()
+            return len(steps) >= attempt and len(steps[attempt - 1]) >= count
+
+        self.cluster.wait_for(self.job, enough, f"{count} steps of attempt {attempt}")
+
+
+@pytest.fixture(scope="module")
+def hard_life(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> HardLife:
+    """Submit, preempt, kill a rank, stop a rank, let it finish."""
+    folder = tmp_path_factory.mktemp("hard") / "run"
+    arguments = ["--nodes=2", "scripts/slurm/pretrain_gpt.sbatch", RECIPE, "--run-dir", str(folder), "--processes", "1"]
+    job = cluster.sbatch([*arguments, *FLAGS], OMP_NUM_THREADS="1", WATCHDOG_SECONDS="15")
+    life = HardLife(job, cluster, folder)
+    life.wait_for_steps(1, random.randint(1, 30))
+    cluster.run("scancel", "--batch", "--signal=USR2", job)
+    life.wait_for_steps(2, random.randint(1, 30))
+    os.kill(life.pid(1), signal.SIGKILL)
+    life.wait_for_steps(3, random.randint(1, 30))
+    os.kill(life.pid(0), signal.SIGSTOP)
+    cluster.wait_for(job, lambda: cluster.job(job)["JobState"] == "COMPLETED", "its end")
+    return life
+
+
+def _all_losses(run: Path) -> dict[int, float]:
+    return exact_losses(run / "tensorboard")
+
+
+def test_the_job_requeued_itself_each_time_and_says_why(hard_life: HardLife) -> None:
+    attempts = hard_life.attempts()
+    assert [attempt["status"] for attempt in attempts] == [SAVED_ON_REQUEST, LOST_PROCESS, HUNG, 0]
+    assert "was killed by SIGKILL" in attempts[1]["reason"]
+    assert "hung: rank" in attempts[2]["reason"]
+    assert hard_life.cluster.job(hard_life.job)["Restarts"] == "3"
+    for attempt in attempts[:3]:
+        assert attempt["reason"] in hard_life.cluster.output(hard_life.job)
+
+
+def test_its_losses_are_bit_equal_to_those_of_an_undisturbed_run(hard_life: HardLife, tmp_path: Path) -> None:
+    done = run_script("scripts/launch.sh", RECIPE, "--run-dir", str(tmp_path / "peace"), *FLAGS, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = _all_losses(tmp_path / "peace")
+    assert sorted(expected) == list(range(1, STEPS + 1)), "the undisturbed run did not log every step"
+    assert _all_losses(hard_life.folder) == expected
+
+
+def test_a_preempted_run_does_no_step_twice_and_leaves_none_out(hard_life: HardLife) -> None:
+    steps, attempts = hard_life.steps(), hard_life.attempts()
+    assert attempts[0]["step_at_end"] == steps[0][-1], "it did not save the step at which it left"
+    assert steps[0] + steps[1] == list(range(1, steps[1][-1] + 1))
+    for number in (2, 3):
+        assert steps[number][0] == attempts[number]["step_at_start"] + 1, "a lost run goes on after its last checkpoint"
+    assert steps[3][-1] == STEPS
+
+
+def test_all_starts_belong_to_one_wandb_run(hard_life: HardLife) -> None:
+    identity = (hard_life.folder / "checkpoints" / "wandb_run_id.txt").read_text().strip()
+    runs = [path.name for path in (hard_life.folder / "wandb").glob("offline-run-*")]
+    assert len(runs) == 4, f"four starts, one folder each: {runs}"
+    assert all(name.endswith(f"-{identity}") for name in runs), f"{runs} are not all of run {identity}"
+
+
+def test_a_hung_run_leaves_the_stacks_of_all_ranks(hard_life: HardLife) -> None:
+    for rank in (0, 1):
+        stacks = (hard_life.folder / "stacks" / f"attempt-3-rank-{rank}.txt").read_text()
+        assert "train_step" in stacks or "training.py" in stacks, f"rank {rank} does not say where it stood:\n{stacks}"
+
+
+def test_the_run_folder_keeps_what_a_rerun_needs(hard_life: HardLife) -> None:
+    assert "sbatch --nodes=2 " in (hard_life.folder / "rerun.sh").read_text()
+    assert f"JobId={hard_life.job} " in (hard_life.folder / "snapshot" / "job.txt").read_text()
+    assert "--train-iters" in (hard_life.folder / "flags.txt").read_text()
+    assert "SLURM_JOB_ID=" in (hard_life.folder / "snapshot" / "environment.txt").read_text()
+
+
+def _failing_recipe(folder: Path, status: str) -> str:
+    (folder / "fails.py").write_text(f"import sys\nsys.exit({status})\n")
+    (folder / "fails.yaml").write_text(f"script: {folder}/fails.py\nflags: {{seed: 1}}\n")
+    return str(folder / "fails.yaml")
+
+
+def test_a_run_that_dies_at_its_start_three_times_is_stopped_and_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "lines.txt").write_text(f"{_failing_recipe(tmp_path, '7')} --run-dir {run}\n")
+    job = cluster.sbatch(["--array=1", "scripts/slurm/sweep.sbatch", str(tmp_path / "lines.txt")])
+    cluster.wait_for(f"{job}_1", lambda: cluster.job(f"{job}_1")["JobState"] == "FAILED", "the guard")
+    attempts = json.loads((run / "attempts.json").read_text())
+    assert [attempt["status"] for attempt in attempts] == [7, 7, 7]
+    log = (run / "log.txt").read_text()
+    assert "3 attempts in a row ended without a new checkpoint (still at step 0)" in log
+    assert log.count("requeueing job") == 2
+
+
+def test_a_run_whose_options_are_wrong_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    recipe = _failing_recipe(tmp_path, str(BAD_OPTIONS))
+    (tmp_path / "lines.txt").write_text(f"{recipe} --run-dir {tmp_path / 'run'}\n")
+    job = cluster.sbatch(["--array=1", "scripts/slurm/sweep.sbatch", str(tmp_path / "lines.txt")])
+    cluster.wait_for(f"{job}_1", lambda: cluster.job(f"{job}_1")["JobState"] == "FAILED", "its end")
+    assert "another start cannot mend that" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_misspelt_flag_ends_the_job_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.sbatch(
+        ["scripts/slurm/pretrain_gpt.sbatch", RECIPE, "--run-dir", str(tmp_path / "run"), "--lrr", "1"]
+    )
+    cluster.wait_for(job, lambda: cluster.job(job)["JobState"] == "FAILED", "its end")
+    assert "error: --lrr: the training scripts have no such flag; nearest: lr" in cluster.output(job)
+    assert not (tmp_path / "run").exists()
+    wrong = cluster.sbatch(["scripts/slurm/pretrain_mamba.sbatch", RECIPE])
+    cluster.wait_for(wrong, lambda: cluster.job(wrong)["JobState"] == "FAILED", "its end")
+    assert "is a recipe for pretrain_gpt.py" in cluster.output(wrong)
