@@ -87,10 +87,10 @@ def tracked_step(load: Path) -> int | None:
             f"no checkpoint in {load}: {TRACKER} is not there{steps_there(load)}. Give the folder that training had as "
             "--save."
         )
-    text = tracker.read_bytes().decode("utf-8", "replace").removesuffix("\n")
-    if text == RELEASE:
+    text = tracker.read_bytes().decode("utf-8", "replace")
+    if text.removesuffix("\n") == RELEASE:
         return None
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not re.fullmatch(r"[0-9]{1,18}\n?", text):
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, a step number is wanted{steps_there(load)}.")
     return int(text)
 

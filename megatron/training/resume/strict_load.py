@@ -77,6 +77,13 @@ def _check_state(args: Namespace, location: CheckpointLocation, state: Mapping[s
                 "its weights.",
                 on_all_ranks=True,
             )
+    sharded_optimizer = getattr(stored, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if optimizer is not None and sharded_optimizer != args.use_distributed_optimizer:
+        found, remedy = ("with", "add it") if sharded_optimizer else ("without", "leave it out")
+        raise CheckpointError(
+            f"{location.folder} was saved {found} --use-distributed-optimizer: {remedy}, or give --no-load-optim.",
+            on_all_ranks=True,
+        )
     if resumes and "iteration" not in state:
         raise CheckpointError(f"{location.folder} does not say its iteration: --finetune starts a new run from it.")
 
@@ -95,12 +102,13 @@ class _Load:
         """Stand in for upstream's _load_base_checkpoint: the same, compared first."""
         wanted = options.get("sharded_state_dict")
         if not rank0 and self.location.format == "torch_dist":
-            _check_state(args, self.location, self._common, self.optimizer)
             options["sharded_state_dict"] = self._checked_sharded(wanted)
         with damage_reported(self.location):
             state, *rest = self._upstream_read(load_dir, args, rank0=rank0, **options)
         if rank0:
             self._common = state or {}
+            if self.location.format == "torch_dist":
+                _check_state(args, self.location, self._common, self.optimizer)
         elif self.location.format == "torch":
             state = self._checked_plain(state)
         return (state, *rest)
