@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from harness_models import transformer_config
 
 from megatron.cpu.host import cpu_host
@@ -142,10 +144,31 @@ def test_auto_takes_the_block_that_the_report_marks(pipeline: int, monkeypatch: 
     assert chosen == found.best_block_size
 
 
+def auto_of(pattern: str, *, micro_batches: int = 1, **config_options: Any) -> int:
+    """The block that `auto` takes for a hybrid of 4 streams without biases and dropout."""
+    args = Namespace(
+        hybrid_layer_pattern=pattern, global_batch_size=micro_batches, micro_batch_size=1, data_parallel_size=1
+    )
+    layers = len(pattern.split("/")[0].replace("|", ""))
+    config = transformer_config(num_layers=layers, add_bias_linear=False, **config_options)
+    return choose_block_size(args, config, 4)
+
+
 def test_auto_counts_one_branch_a_layer_in_a_hybrid_stack() -> None:
-    config = transformer_config(num_layers=8, add_bias_linear=False)
     # Units of D: 8/N blocks of 4, 2 for each read and norm of a block, 4 for each write but the last: 34, 24, 26, ...
-    assert choose_block_size(Namespace(hybrid_layer_pattern="M*-EM*-E"), config, 4) == 2
+    assert auto_of("M*-EM*-E") == 2
+    assert auto_of("M*-EM*-E/M*-EM*-EM*-EM*-EM*-E") == 2, "prediction depths have no streams"
+
+
+def test_auto_looks_at_the_stage_of_a_hybrid_that_holds_the_most() -> None:
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    # One micro-batch: 24 layers in blocks of N hold 4 * ceil(24 / N) + 6 * N - 4: 116, 56, 46, 44 (N = 4), 46, ...
+    assert auto_of("M" * 24) == 4
+    for cut in ("M" * 24 + "|M", "M|" + "M" * 24):
+        assert auto_of(cut, **stages) == 4, "the long segment is the whole model of before"
+    # First stage of 12 layers, so many in flight: 4 * m * ceil(12 / N) + 6 * N - 4.
+    assert auto_of("M" * 24, **stages) == 3
+    assert auto_of("M" * 24, micro_batches=8, **stages) == 4
 
 
 def test_a_wide_model_with_the_best_block_holds_little_more_than_the_ordinary_one(

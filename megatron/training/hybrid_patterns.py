@@ -13,6 +13,7 @@ there; nothing is repaired.
 from __future__ import annotations
 
 import importlib.util
+from itertools import accumulate
 
 PIPE, DEPTH = "|", "/"
 
@@ -127,6 +128,26 @@ def check_layer_count(pattern: str, flag: str, num_layers: int) -> None:
         pattern,
         position,
     )
+
+
+def pipeline_segments(
+    pattern: str, stages: int, first: int | None = None, last: int | None = None
+) -> list[tuple[int, str]]:
+    """Return (start in the pattern, layers) of the segments that a pipeline holds: segment i is on stage i % stages.
+
+    Args:
+        first: --decoder-first-pipeline-num-layers, for a pattern without cuts.
+        last: --decoder-last-pipeline-num-layers.
+    """
+    main = pattern.split(DEPTH)[0]
+    if PIPE in main or stages == 1:
+        parts = main.split(PIPE)
+        return list(zip(accumulate((len(part) + 1 for part in parts), initial=0), parts, strict=False))
+    inner = stages - sum(size is not None for size in (first, last))
+    sizes = [(len(main) - (first or 0) - (last or 0)) // inner] * inner if inner else []
+    sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
+    starts = list(accumulate(sizes, initial=0))
+    return [(start, main[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
 
 
 def check_uneven_stages(pattern: str, flag: str, pipeline_size: int, first: int | None, last: int | None) -> None:

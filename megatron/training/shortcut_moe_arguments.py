@@ -12,12 +12,11 @@ model is built.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron.core.models.hybrid.shortcut_pairs import MOE_SYMBOL, UnpairedLayerError, shortcut_pairs
 from megatron.core.transformer.moe.shortcut_moe_options import PARALLEL_FLAG, SHORTCUT_FLAG, check_shortcut_options
-from megatron.training.hybrid_patterns import DEPTH, PIPE, pointed_error
+from megatron.training.hybrid_patterns import DEPTH, pipeline_segments, pointed_error
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -69,26 +68,13 @@ def check_stored_shortcut(args: Namespace, checkpoint_args: Namespace, load_dir:
         )
 
 
-def _segments(main: str, args: Namespace) -> list[tuple[int, str]]:
-    """Return (start in the pattern, layers) of the segments that the stages of the pipeline hold."""
-    stages = args.pipeline_model_parallel_size
-    if PIPE in main or stages == 1:
-        parts = main.split(PIPE)
-        return list(zip(accumulate((len(part) + 1 for part in parts), initial=0), parts, strict=False))
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    inner = stages - sum(size is not None for size in (first, last))
-    sizes = [(len(main) - (first or 0) - (last or 0)) // inner] * inner if inner else []
-    sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
-    starts = list(accumulate(sizes, initial=0))
-    return [(start, main[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
-
-
 def check_shortcut_pattern(pattern: str, args: Namespace) -> None:
     """Raise ValueError, pointing at the position, for an MoE layer that has no layer ahead to pair with."""
     main = pattern.split(DEPTH)[0]
     if MOE_SYMBOL not in main:
         raise ValueError(f"{SHORTCUT_FLAG} pairs MoE layers (E) with the layers before them; '{main}' has no E")
-    for start, segment in _segments(main, args):
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    for start, segment in pipeline_segments(pattern, args.pipeline_model_parallel_size, first, last):
         try:
             shortcut_pairs(segment)
         except UnpairedLayerError as unpaired:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training.held_memory import saved_by
+from megatron.training.hybrid_patterns import pipeline_segments
 from megatron.training.stream_memory import (
     BRANCHES_PER_LAYER,
     StageLoad,
@@ -76,10 +77,19 @@ def chunk_layers(config: TransformerConfig) -> list[list[int]]:
     ]
 
 
+def hybrid_chunk_layers(pattern: str, config: TransformerConfig) -> list[list[int]]:
+    """The same for the stack of a hybrid pattern."""
+    stages = config.pipeline_model_parallel_size
+    ends = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    sizes = [len(segment) for _, segment in pipeline_segments(pattern, stages, *ends)]
+    return [sizes[stage::stages] for stage in range(stages)]
+
+
 def stage_loads(args: Namespace, config: TransformerConfig) -> list[StageLoad]:
     """Return the largest chunk and the forwards in flight of every pipeline stage, for validated arguments."""
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    layers = chunk_layers(config)
+    pattern = args.hybrid_layer_pattern
+    layers = chunk_layers(config) if pattern is None else hybrid_chunk_layers(pattern, config)
     return [
         StageLoad(
             max(chunks),
@@ -98,14 +108,7 @@ def stage_loads(args: Namespace, config: TransformerConfig) -> list[StageLoad]:
 def choose_block_size(args: Namespace, config: TransformerConfig, num_streams: int) -> int:
     """Return the replay block that `--residual-stream-recompute-num-layers auto` takes.
 
-    A hybrid stack's layers have one branch each, and its stages are taken to be equal.
+    A layer of a hybrid stack has one branch, one of a GPT two.
     """
-    if getattr(args, "hybrid_layer_pattern", None):
-        chunks = config.virtual_pipeline_model_parallel_size or 1
-        stages = config.pipeline_model_parallel_size
-        num_layers = max(config.num_layers // (stages * chunks), 1)
-        in_flight = micro_batches_in_flight(0, stages, stages * chunks, chunks=chunks)
-        return best_block_size(
-            [StageLoad(num_layers, in_flight)], stream_costs(config, num_streams, branches_per_layer=1)
-        )
-    return best_block_size(stage_loads(args, config), stream_costs(config, num_streams))
+    branches = BRANCHES_PER_LAYER if args.hybrid_layer_pattern is None else 1
+    return best_block_size(stage_loads(args, config), stream_costs(config, num_streams, branches_per_layer=branches))
