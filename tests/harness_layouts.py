@@ -141,7 +141,7 @@ def run_cases(cases: Iterable[Case], folder: Path, steps: int = STEPS) -> dict[s
         weights = str(folder / f"weights-{model}-{precision}")
         start.append({"name": f"start-{model}-{precision}", "argv": [*base, *START, "--save", weights]})
         start.append({"name": reference, "argv": base + train + _load(model, precision, folder)})
-    _launch(1, start, folder)
+    launch_entries(1, start, folder)
     for world_size in sorted({case.world_size for case in cases}):
         entries = [
             {
@@ -154,8 +154,9 @@ def run_cases(cases: Iterable[Case], folder: Path, steps: int = STEPS) -> dict[s
             for case in cases
             if case.world_size == world_size
         ]
-        _launch(world_size, entries, folder)
-    return {name: _read(name, folder) for name in [case.name for case in cases] + [case.reference for case in cases]}
+        launch_entries(world_size, entries, folder)
+    names = [case.name for case in cases] + [case.reference for case in cases]
+    return {name: read_result(name, folder) for name in names}
 
 
 def _load(model: str, precision: str, folder: Path) -> list[str]:
@@ -163,7 +164,7 @@ def _load(model: str, precision: str, folder: Path) -> list[str]:
     return ["--load", weights, "--finetune", "--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
 
 
-def _launch(world_size: int, entries: list[dict[str, Any]], folder: Path) -> None:
+def launch_entries(world_size: int, entries: list[dict[str, Any]], folder: Path) -> None:
     """Run one plan under torchrun."""
     plan = folder / f"plan-{world_size}-{entries[0]['name']}.json"
     plan.write_text(json.dumps({"folder": str(folder), "entries": entries}))
@@ -182,7 +183,8 @@ def _launch(world_size: int, entries: list[dict[str, Any]], folder: Path) -> Non
     assert done.returncode == 0, f"{plan.stem} failed:\n{log.read_text()[-6000:]}"
 
 
-def _read(name: str, folder: Path) -> Result:
+def read_result(name: str, folder: Path) -> Result:
+    """Return what an entry of a plan computed."""
     import torch
 
     numbers = json.loads((folder / f"{name}.json").read_text())

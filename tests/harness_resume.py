@@ -81,7 +81,7 @@ class _EnoughError(Exception):
 
 
 def with_load(options: Sequence[str], body: Callable[[Callable[[str], Any], Any], None]) -> None:
-    """Start a run and give its load to `body(load, chunks_and_optimizer)`; `load(folder)` loads that --load folder.
+    """Start a run and call `body(load, (chunks, optimizer, scheduler))` in it; `load(folder)` loads a --load folder.
 
     Everything up to the load is the trainer's; the run ends there. So one start serves many checkpoints.
     """
@@ -96,7 +96,7 @@ def with_load(options: Sequence[str], body: Callable[[Callable[[str], Any], Any]
                 get_args().load = str(folder)
                 return strict(model, optimizer, *rest, **given)
 
-            body(load, (model, optimizer))
+            body(load, (model, optimizer, *rest))
             raise _EnoughError
 
         return load_checkpoint
@@ -107,6 +107,18 @@ def with_load(options: Sequence[str], body: Callable[[Callable[[str], Any], Any]
             train_here(options)
 
 
+def with_load_and_save(options: Sequence[str], target: Path, step: int) -> None:
+    """Start a run, let it load its --load, and save what it has then to another folder, as a step."""
+
+    def body(load: Callable[[str], Any], parts: Any) -> None:
+        args = get_args()
+        load(args.load)
+        args.save = str(target)
+        training.save_checkpoint(step, *parts, 0)
+
+    with_load(options, body)
+
+
 def copy_of(checkpoints: Path, target: Path) -> Path:
     """Copy a --save folder; returns the copy."""
     shutil.copytree(checkpoints, target)
@@ -114,7 +126,7 @@ def copy_of(checkpoints: Path, target: Path) -> Path:
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
-    """Everything that a torch_dist checkpoint holds, by name: tensors, and objects as bytes."""
+    """Everything that a torch_dist checkpoint holds, by name: tensors and objects."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     state: dict[str, Any] = {}
@@ -124,7 +136,7 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
         else:
             state[name] = io.BytesIO()
     torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return {name: value.getvalue() if isinstance(value, io.BytesIO) else value for name, value in state.items()}
+    return state
 
 
 def edit_metadata(folder: Path, edit: Callable[[dict[str, Any], dict[Any, Any]], None]) -> None:

@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def fingerprint(parts: Any) -> list[torch.Tensor]:
     """Copies of all that a load could change."""
-    models, optimizer = parts
+    models, optimizer, _ = parts
     kept = [parameter.detach().clone() for model in models for parameter in model.parameters()]
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         kept += [
