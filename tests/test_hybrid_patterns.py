@@ -112,6 +112,18 @@ def test_a_cut_pattern_on_one_stage_is_pointed_at(pattern: str) -> None:
     assert pointed_at(str(error.value)) == pattern.index(PIPE)
 
 
+@given(st.lists(st.text("M*", max_size=2), min_size=2, max_size=8).filter(lambda parts: len(parts) % 2 == 0))
+def test_only_the_first_and_the_last_segment_may_be_empty(parts: list[str]) -> None:
+    pattern = PIPE.join(parts)
+    message = complaint(check_pipeline_segments, pattern, FLAG, 2)
+    if all(parts[1:-1]):
+        assert not message, message
+    else:
+        empty = parts.index("", 1)
+        assert f"segment {empty + 1} of" in message, message or f"{pattern} was taken"
+        assert pattern[pointed_at(message) :].startswith(PIPE * 2)
+
+
 @given(st.integers(1, 9), st.integers(2, 4), st.none() | st.integers(-1, 9), st.none() | st.integers(-1, 9))
 def test_uneven_stages_are_taken_only_when_upstream_gives_every_layer_one_stage(
     layers: int, stages: int, first: int | None, last: int | None
