@@ -24,6 +24,9 @@ from transformers import (
     Mamba2ForCausalLM,
     PreTrainedModel,
 )
+from transformers.utils import logging
+
+logging.disable_progress_bar()  # it draws on the standard error that tests read
 
 LENGTH, VOCABULARY = 21, 97
 

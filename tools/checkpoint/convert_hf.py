@@ -185,9 +185,9 @@ def run_import(args: argparse.Namespace) -> int:
         if args.dry_run:
             print("\n".join(plan.lines()))
             return 0
-        for note in plan.notes:
-            _note(note)
         outcome = execute(plan, folder_reader(folder), args.output, overwrite=args.overwrite)
+    for note in plan.notes:
+        _note(note)
     _say(outcome)
     return _verify(args, args.input, args.output, None) if args.verify else 0
 

@@ -23,7 +23,7 @@ from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.open_checkpoint import Reader, make_writer
 from megatron.training.checkpoints.output_folder import new_checkpoint
-from megatron.training.checkpoints.progress import MemoryMeter, progress_bar
+from megatron.training.checkpoints.progress import MemoryMeter, progress_bar, reuse_memory
 from megatron.training.checkpoints.sharded_reader import ShardedReader
 from megatron.training.checkpoints.sharded_style import ShardedStyle
 from megatron.training.checkpoints.sharded_writer import ShardedWriter
@@ -142,7 +142,7 @@ def execute(
         ConversionError: a damaged source, a place that is taken, a full disk.
     """
     check_accounted(plan, reader)
-    iteration = plan.common.state.get("iteration")
+    iteration = plan.common.iteration or None  # step 0 is a release: upstream's tracker knows no step 0
     room = plan.nbytes + (64 << 20)
     with (
         MemoryMeter() as meter,

@@ -45,7 +45,7 @@ def _common(plan: ImportPlan) -> Common:
     plan.args.no_save_optim = plan.args.no_save_rng = True
     if plan.model.is_wide:
         record_stream_layout(plan.args)
-    state: dict[str, Any] = {"args": plan.args, "checkpoint_version": CHECKPOINT_VERSION}
+    state: dict[str, Any] = {"args": plan.args, "iteration": 0, "checkpoint_version": CHECKPOINT_VERSION}
     return Common(state | {"num_floating_point_operations_so_far": 0, "content_metadata": dict(_CONTENT)})
 
 

@@ -143,6 +143,12 @@ def _remove_left_overs(path: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def check_absent(path: Path) -> None:
+    """Raise HuggingFaceError when something is at `path`."""
+    if path.exists():
+        raise HuggingFaceError(f"{path} is there already: give a folder that is not, or remove it.")
+
+
 def check_free(path: Path, nbytes: int) -> None:
     """Raise HuggingFaceError unless the disk that `path` will be on has room for so many bytes."""
     there = next(parent for parent in path.absolute().parents if parent.exists())
@@ -158,8 +164,7 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
     Raises:
         HuggingFaceError: something is at `path` already, or the disk is full.
     """
-    if path.exists():
-        raise HuggingFaceError(f"{path} is there already: give a folder that is not, or remove it.")
+    check_absent(path)
     beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

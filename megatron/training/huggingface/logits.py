@@ -1,6 +1,6 @@
 """Logits of a Hugging Face folder, run by transformers, for comparing conversions.
 
-    logits_bsv = folder_logits(Path("llama"), tokens_bs)
+    logits_bsv, dtype = folder_logits(Path("llama"), tokens_bs)
 
 A wide folder is run by this package's own modelling files, never by code that lies in the folder.
 
@@ -10,6 +10,8 @@ Shape suffixes: b batch, s sequence, v vocabulary.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,27 @@ def model_class(folder: Path) -> Any:
     return getattr(importlib.import_module("transformers"), name)
 
 
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 @torch.no_grad()
-def folder_logits(folder: Path, tokens_bs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return fp32 logits [b, s, v] of a folder's model computed in dtype, on the CPU.
+def folder_logits(folder: Path, tokens_bs: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Return logits [b, s, v] in fp32 of a folder's model, run on the CPU, and the dtype that it computed in.
 
     Raises:
         HuggingFaceError: config.json of another family.
     """
-    model = model_class(folder).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    with _without_progress_bars():
+        model = model_class(folder).from_pretrained(folder, dtype="auto", local_files_only=True)
     logits_bsv: Tensor = model.eval()(tokens_bs, use_cache=False).logits.float()
-    return logits_bsv
+    return logits_bsv, model.dtype
