@@ -1,4 +1,4 @@
-"""pretrain_mamba.py as a user runs it: resumed bit for bit after a kill, both names of the pattern, mistakes refused."""
+"""pretrain_mamba.py as users run it: resumed bit for bit after a kill, both names of the pattern, mistakes refused."""
 
 from __future__ import annotations
 
