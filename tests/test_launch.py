@@ -1,4 +1,4 @@
-"""scripts/launch.sh without SLURM: the README's commands, ^C that saves, rerun.sh that goes on, failures started again."""
+"""scripts/launch.sh without SLURM: the README's commands, ^C that saves, rerun.sh that goes on, restarts, guard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from harness_scripts import REPOSITORY, needs_own_venv, readme_commands, run_script, start_script
+from harness_scripts import REPOSITORY, needs_own_venv, readme_commands, run_script, script_environment
 
 from megatron.run_control.exit_status import SAVED_ON_REQUEST
 
@@ -44,15 +44,17 @@ def test_the_readmes_launch_trains_and_its_table_shows_the_run(tmp_path: Path) -
 def test_an_interrupted_launch_saves_and_its_rerun_does_every_other_step_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = ["scripts/launch.sh", "scripts/recipes/tiny-gpt.yaml", "--run-dir", str(run), "--train-iters", "120"]
-    process = start_script(*command, OMP_NUM_THREADS="1")
+    with (tmp_path / "out").open("w") as out:  # a pipe that no one reads would stop the run when it is full
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=script_environment(OMP_NUM_THREADS="1"), stdout=out, stderr=out
+        )
     deadline = time.monotonic() + 300
     while len(_steps(run)) < 5:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
         assert time.monotonic() < deadline, "no step in 300 s"
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)  # as a terminal's ^C: the trainers have a session of their own
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == SAVED_ON_REQUEST, f"{out[-2000:]}\n{err[-2000:]}"
+    assert process.wait(timeout=200) == SAVED_ON_REQUEST, (tmp_path / "out").read_text()[-4000:]
     saved = _steps(run)
     assert saved[-1] < 120, "the run had ended before it could be interrupted"
     done = run_script(str(run / "rerun.sh"), OMP_NUM_THREADS="1")

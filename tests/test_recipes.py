@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def _recipe(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
 def test_values_become_arguments_as_documented(tmp_path: Path) -> None:
     file = _recipe(
         tmp_path,
-        "script: pretrain_gpt.py\nflags: {num-layers: 2, swiglu: true, bf16: false, data-path: [0.3, a, 0.7, b], lr: 1e-3}",
+        "script: a.py\nflags: {num-layers: 2, swiglu: true, bf16: false, data-path: [0.3, a, 0.7, b], lr: 1e-3}",
     )
     expected = ["--num-layers", "2", "--swiglu", "--data-path", "0.3", "a", "0.7", "b", "--lr", "1e-3"]
     assert flag_arguments(load_recipe(file).flags) == expected
@@ -88,16 +89,16 @@ def test_no_flag_of_the_launcher_hides_one_of_the_training_scripts(flag_table: F
     ],
 )
 def test_a_recipe_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(LaunchError, match="recipe.yaml|other.yaml") as error:
+    with pytest.raises(LaunchError, match=r"recipe\.yaml|other\.yaml") as error:
         load_recipe(_recipe(tmp_path, text), {})
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_name(flag_table: FlagTable) -> None:
-    with pytest.raises(LaunchError, match="--num-layer: .* nearest: num-layers"):
+    with pytest.raises(LaunchError, match=r"--num-layer: .* nearest: num-layers"):
         check_flags({"num-layer": 2}, flag_table)
-    with pytest.raises(LaunchError, match="--wide_residual: .* nearest: wide-residual"):
+    with pytest.raises(LaunchError, match=r"--wide_residual: .* nearest: wide-residual"):
         check_flags({"wide_residual": 2}, flag_table)
     with pytest.raises(LaunchError, match="--swiglu takes no value"):
         check_flags({"swiglu": 1}, flag_table)
@@ -124,7 +125,7 @@ def test_a_launch_line_that_cannot_be_used_is_named(line: list[str], complaint: 
 
 def test_the_launch_adds_where_to_save_and_how_to_be_asked_but_never_over_a_flag(tmp_path: Path) -> None:
     arguments = script_arguments(Recipe("a.py", flags={"save": "/elsewhere", "wandb-project": "p"}), tmp_path)
-    pairs = dict(zip(arguments, arguments[1:], strict=False))
+    pairs = dict(itertools.pairwise(arguments))
     assert pairs["--save"] == pairs["--load"] == "/elsewhere"
     assert pairs["--exit-signal"] == "SIGUSR2"
     assert pairs["--wandb-exp-name"] == tmp_path.name
@@ -135,7 +136,7 @@ def test_a_run_folder_refuses_other_flags_and_says_which(tmp_path: Path) -> None
     run = RunFolder(tmp_path / "run")
     assert run.create(Recipe("a.py", flags={"lr": 1}), ROOT)
     assert not run.create(Recipe("a.py", flags={"lr": 1}), ROOT)
-    with pytest.raises(LaunchError, match="holds a run with other flags .*1 there, 2 wanted"):
+    with pytest.raises(LaunchError, match=r"holds a run with other flags .*1 there, 2 wanted"):
         run.create(Recipe("a.py", flags={"lr": 2}), ROOT)
 
 
@@ -159,8 +160,8 @@ def test_the_tool_prints_the_command_that_a_launch_runs(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", ["recipe_flags", "runs"])
 def test_help_is_quick(name: str) -> None:
-    show = f"import sys; sys.argv = ['{name}', '--help']; import runpy; runpy.run_path('tools/{name}.py', run_name='__main__')"
-    check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {show}"
+    show = f"sys.argv = ['{name}', '--help']; runpy.run_path('tools/{name}.py', run_name='__main__')"
+    check = f"import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); {show}"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "python tools/" in done.stdout

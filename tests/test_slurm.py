@@ -1,7 +1,7 @@
 """On a real Slurm: a run that is preempted, loses a rank and hangs ends like one that was left in peace.
 
-One job of two nodes, one process each, is preempted at a random step, then a rank is killed, then a rank is stopped; each
-time it requeues itself and goes on. What it computed is compared with the same recipe run by scripts/launch.sh.
+One job of two nodes, one process each, is preempted at a random step, then a rank is killed, then a rank is stopped;
+each time it requeues itself and goes on. What it computed is compared with the same recipe run by scripts/launch.sh.
 """
 
 from __future__ import annotations

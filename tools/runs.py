@@ -5,9 +5,9 @@
     python tools/runs.py runs/a runs/b --once
     python tools/runs.py /shared/runs --every 60
 
-Each PLACE is a run folder (of scripts/launch.sh or a .sbatch file) or a folder of such folders. States: running, waiting
-(to be started again, in SLURM's queue for example), silent (says that it runs, but no rank has moved for 2 minutes),
-finished, stopped (will not be started again; the problem says why), prepared (never started).
+Each PLACE is a run folder (of scripts/launch.sh or a .sbatch file) or a folder of such folders. States: running,
+waiting (to be started again, in SLURM's queue for example), silent (says that it runs, but no rank has moved for 2
+minutes), finished, stopped (will not be started again; the problem says why), prepared (never started).
 
 What always holds: only run folders are read, nothing is written and no scheduler is asked. Exit status: 0, or 2 when
 there is no run.

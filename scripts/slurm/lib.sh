@@ -92,7 +92,7 @@ on_cancel() {
     if [ -z "${SLURM_JOB_ID:-}" ] && [ "$1" = INT ] && [ -z "$save_requested" ]; then
         say "interrupted: saving first; interrupt once more to end at once"
         on_save_request
-        return
+        return 0 # a bare return in a trap gives the status of the interrupted command, which ends the script
     fi
     cancelled=1
     say "told to end ($1)"
