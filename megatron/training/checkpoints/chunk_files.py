@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.checkpoints.errors import ConversionError
+from megatron.training.checkpoints.tensor_archive import archive_around, is_served
 
 _STORAGES = {
     **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
@@ -100,6 +101,12 @@ def _read_exactly(file: BinaryIO, buffer: memoryview) -> None:
         if not count:
             raise ConversionError(f"{file.name} ends in the middle of a tensor: it has been cut off")
         done += count
+
+
+def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += file.write(view[done:])
 
 
 class ChunkFiles:
@@ -196,10 +203,15 @@ class ChunkWriter:
 
     def add_tensor(self, tensor: Tensor) -> tuple[str, int, int]:
         """Write a tensor; returns file, offset and length."""
-        tensor = tensor.detach()
-        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)  # a view would be saved with its whole storage
-        return self._save(tensor)
+        tensor = tensor.detach().contiguous()
+        if not is_served(tensor):
+            return self._save(tensor.clone())  # a view would be saved with its whole storage
+        before, after = archive_around(tensor)
+        name, file = self._current()
+        offset = file.tell()
+        for part in (before, as_bytes(tensor), after):
+            _write_all(file, part)
+        return name, offset, file.tell() - offset
 
     def add_object(self, value: Any) -> tuple[str, int, int]:
         """Write anything that torch.save takes."""

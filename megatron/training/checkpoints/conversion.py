@@ -142,6 +142,7 @@ def execute(
         ConversionError: a damaged source, a place that is taken, a full disk.
     """
     check_accounted(plan, reader)
+    reuse_memory()
     iteration = plan.common.iteration or None  # step 0 is a release: upstream's tracker knows no step 0
     room = plan.nbytes + (64 << 20)
     with (

@@ -9,6 +9,7 @@ What always holds: the bar goes to standard error; memory is what the kernel cou
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from contextlib import suppress
@@ -25,10 +26,23 @@ def _status(name: str) -> int | None:
     return None
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def reuse_memory() -> None:
+    """Let the C library keep freed memory for the next tensor: fresh pages cost more than the copy into them."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 class MemoryMeter:
     """Measures the peak of this process's resident memory inside a block, above what it was at its start."""
 
     def __enter__(self) -> MemoryMeter:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide what is taken
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current value
         self._before = (_status("VmRSS") or 0) if Path("/proc/self/status").exists() else 0
