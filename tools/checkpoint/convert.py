@@ -24,12 +24,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(_ROOT),
-    str(_ROOT / "tools"),
-    str(Path(__file__).parent),
-]  # a bare checkout works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout works without an install
 
 import convert_hf
 from quiet_imports import quiet_imports
