@@ -102,6 +102,8 @@ _OPT_IN: tuple[tuple[str, str, str, Callable[[Surroundings], bool]], ...] = (
     ("moe_grouped_gemm", "--moe-grouped-gemm", _CPU_HOST, _on_cpu),
     ("moe_permute_fusion", "--moe-permute-fusion", "transformer-engine", _no_engine),
     ("moe_router_fusion", "--moe-router-fusion", "transformer-engine", _no_engine),
+    ("moe_latent_size", "--moe-latent-size", "transformer-engine", _no_engine),
+    ("layernorm_zero_centered_gamma", "--apply-layernorm-1p", "transformer-engine", _no_engine),
     ("tp_comm_overlap", "--tp-comm-overlap", "transformer-engine", _no_engine),
     ("use_torch_fsdp2", "--use-torch-fsdp2", _CPU_HOST, _on_cpu),
     ("use_megatron_fsdp", "--use-megatron-fsdp", _CPU_HOST, _on_cpu),
