@@ -27,7 +27,10 @@ RUNS = {
     "gpt-moe-bf16": [*TINY_GPT, *MOE, "--bf16"],
     "wide-replay": [*TINY_GPT, *WIDE, *REPLAY],
     "wide-bf16-distributed-optimizer": [*TINY_GPT, *WIDE, *DISTRIBUTED, "--wide-residual-learned-retention"],
-    "wide-hybrid-moe-bf16-distributed-optimizer-replay": [*TINY_HYBRID, *WIDE, *DISTRIBUTED, *REPLAY],
+    # By parameter: a bucket has gaps behind Mamba's short parameters, and what is saved of those is uninitialised.
+    "wide-hybrid-moe-bf16-distributed-optimizer-replay": [
+        *(*TINY_HYBRID, *WIDE, *DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable", *REPLAY)
+    ],
 }
 
 
