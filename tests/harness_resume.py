@@ -23,6 +23,7 @@ import pytest
 import torch
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.cpu.host import training_host
 from megatron.cpu.replacements import Replacements
@@ -131,7 +132,7 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
     metadata = reader.read_metadata()
     state: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "size"):
+        if isinstance(entry, TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             state[name] = io.BytesIO()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_what_is_no_tensor_of_a_plain_checkpoint_dropped_is_refused(
             *(("optimizer", "param_groups"), ("optimizer", "state"), ("optimizer", "param_groups", 1)),
             ("rng_state", 0, "rng_tracker_states"),
         ):
-            torch.save(_with(state, path, lambda holder, key=path[-1]: holder.pop(key)), _plain_file(checkpoints))
+            torch.save(_with(state, path, methodcaller("pop", path[-1])), _plain_file(checkpoints))
             with pytest.raises(CheckpointError):
                 load(checkpoints)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def test_values_of_the_start_and_replay_may_change_and_are_said(
     assert stored.wide_residual_retention_init == 0.999
 
 
-def _stored_arguments(checkpoints: Path) -> object:
+def _stored_arguments(checkpoints: Path) -> Any:
     from megatron.training.resume.stored import stored_arguments
 
     return stored_arguments(find_checkpoint(checkpoints))
@@ -231,9 +232,9 @@ def test_older_combined_keys_of_a_plain_checkpoint_load_without_the_optimizer(
     load = [*PLAIN, "--load", str(checkpoints)]
     assert "add --no-load-optim" in refused_here(load)
 
-    def body(load: object, parts: object) -> None:
-        load(checkpoints)  # type: ignore[operator]
-        (model,), *_ = parts  # type: ignore[misc]
+    def body(load: Any, parts: Any) -> None:
+        load(checkpoints)
+        (model,), *_ = parts
         split = {name: value for name, value in model.module.state_dict().items() if "residual_" in name}
         assert len(split) == 2 * 2 * 2 + 1
         for name, value in split.items():
@@ -256,8 +257,8 @@ def test_load_non_strict_loads_what_fits_and_prints_what_it_skips(
         assert "needs --no-load-optim here" in refused_here([*flags, "--load-non-strict"])
     capfd.readouterr()
 
-    def body(load: object, parts: object) -> None:
-        load(saved[name])  # type: ignore[operator]
+    def body(load: Any, parts: Any) -> None:
+        load(saved[name])
 
     with_load([*flags, "--load-non-strict", "--no-load-optim"], body)
     said = capfd.readouterr().out

@@ -63,9 +63,11 @@ def restore_wide_residual_arguments(args: Namespace, checkpoint_args: Namespace)
     Raises:
         ValueError: the command line gives a flag of the layout another value than the checkpoint has.
     """
+    wide = getattr(checkpoint_args, "wide_residual", None) is not None
     for name in WIDE_RESIDUAL_ARGUMENTS:
-        stored, given = getattr(checkpoint_args, name, None), getattr(args, name, None)
-        if stored is None and getattr(checkpoint_args, "wide_residual", None) is not None:
+        kept = getattr(checkpoint_args, name, None) if wide else None
+        stored, given = kept, getattr(args, name, None)
+        if stored is None and wide:
             stored = default_of(name)
         if given is not None and given != stored:
             if name in _START_ONLY and stored is not None:
@@ -74,7 +76,7 @@ def restore_wide_residual_arguments(args: Namespace, checkpoint_args: Namespace)
                 f"{flag_of(name)} is {given} on the command line and {stored} in the checkpoint, whose arguments "
                 f"--use-checkpoint-args takes; leave {flag_of(name)} out, or --use-checkpoint-args"
             )
-        setattr(args, name, getattr(checkpoint_args, name, None))
+        setattr(args, name, kept)
 
 
 def _describe(layout: WideResidualConfig | None) -> str:
@@ -121,7 +123,9 @@ def check_stream_layout(args: Namespace, checkpoint_args: Namespace, load_dir: P
         ValueError: the checkpoint was written by a model that computes with other streams.
     """
     _check_format(checkpoint_args, load_dir)
-    stored = wide_residual_config_from_args(checkpoint_args)
+    stored = None
+    if getattr(checkpoint_args, "wide_residual", None) is not None:
+        stored = wide_residual_config_from_args(checkpoint_args)
     wanted = wide_residual_config_from_args(args)
     if _function_of(stored) != _function_of(wanted):
         raise ValueError(

@@ -6,7 +6,7 @@ What always holds: the message is complete in itself, so a program prints it wit
 from __future__ import annotations
 
 
-class CheckpointError(Exception):
+class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded, or could not be saved; the message tells what to do.
 
     `on_all_ranks` says that every process raises the same, so that one of them may speak for all.
