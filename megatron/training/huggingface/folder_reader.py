@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from megatron.training.huggingface.errors import HuggingFaceError
@@ -31,13 +32,18 @@ TOKENIZER_FILES = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""safetensors' names of the dtypes that are read."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is and what it looks like; dtype as safetensors writes it ("F32", "BF16")."""
+    """Where a tensor is and what it looks like; dtype as safetensors writes it ("F32", "BF16"), offset in the file."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int
 
 
 def _read_json(file: Path) -> Any:
@@ -77,7 +83,7 @@ class HfFolder:
     path: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
-    _files: Mapping[str, Any] = field(repr=False)
+    _files: Mapping[str, BinaryIO] = field(repr=False)
 
     @classmethod
     @contextmanager
@@ -89,19 +95,42 @@ class HfFolder:
         """
         path = Path(path)
         config = read_config_json(path)
+        entries: dict[str, Entry] = {}
         with ExitStack() as stack:
-            files = {name: _open_shard(path / name, stack) for name in _shard_names(path)}
-            entries = {name: entry for file in files for name, entry in _entries(file, files[file])}
-            count = sum(len(file.keys()) for file in files.values())
-            if count != len(entries):
-                raise HuggingFaceError(f"{path}: {count - len(entries)} tensors are in more than one file.")
+            files = {}
+            for name in _shard_names(path):
+                found = _entries(path, name)
+                if twice := set(entries) & set(found):
+                    raise HuggingFaceError(f"{path}: {min(twice)} is in more than one file.")
+                entries |= found
+                files[name] = stack.enter_context((path / name).open("rb", buffering=0))
             _check_index(path, entries)
             yield cls(path, config, entries, files)
 
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        tensor: Tensor = self._files[self.entries[name].file].get_tensor(name)
-        return tensor
+    def tensor(self, name: str, rows: int | None = None) -> Tensor:
+        """Read one tensor, with zero rows after it up to `rows`: no second copy is made for them.
+
+        safetensors' own reader maps the file, whose pages then count as this process's memory until the file is closed.
+
+        Raises:
+            HuggingFaceError: the file ends too early.
+        """
+        entry = self.entries[name]
+        shape = list(entry.shape)
+        if rows is not None:
+            shape[0] = rows
+        whole = torch.zeros(shape, dtype=DTYPES[entry.dtype])
+        count = torch.Size(entry.shape).numel() * whole.itemsize
+        buffer = memoryview(whole.reshape(-1).view(torch.uint8).numpy())[:count]
+        file = self._files[entry.file]
+        file.seek(entry.offset)
+        done = 0
+        while done < count:
+            read = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+            if not read:
+                raise HuggingFaceError(f"{self.path / entry.file} ends in the middle of {name}.")
+            done += read
+        return whole
 
 
 def _shard_names(path: Path) -> list[str]:
@@ -120,21 +149,25 @@ def _shard_names(path: Path) -> list[str]:
     raise HuggingFaceError(f"{path} has neither {SINGLE} nor {INDEX}.")
 
 
-def _open_shard(file: Path, stack: ExitStack) -> Any:
+def _entries(path: Path, file: str) -> dict[str, Entry]:
+    """Return the tensors of a file, which safetensors has checked."""
     from safetensors import SafetensorError, safe_open
 
-    if not file.is_file():
-        raise HuggingFaceError(f"{file} is not there, but {INDEX} names it.")
+    if not (path / file).is_file():
+        raise HuggingFaceError(f"{path / file} is not there, but {INDEX} names it.")
     try:
-        return stack.enter_context(safe_open(file, framework="pt"))
+        with safe_open(path / file, framework="pt"):
+            pass
     except (SafetensorError, OSError) as error:
-        raise HuggingFaceError(f"{file} cannot be read ({error}). Is it whole?") from error
-
-
-def _entries(file: str, shard: Any) -> Iterator[tuple[str, Entry]]:
-    for name in shard.keys():  # noqa: SIM118 - no mapping
-        view = shard.get_slice(name)
-        yield name, Entry(file, tuple(view.get_shape()), view.get_dtype())
+        raise HuggingFaceError(f"{path / file} cannot be read ({error}). Is it whole?") from error
+    with (path / file).open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Entry(file, tuple(tensor["shape"]), tensor["dtype"], 8 + length + tensor["data_offsets"][0])
+        for name, tensor in header.items()
+    }
 
 
 def _check_index(path: Path, entries: dict[str, Entry]) -> None:

@@ -24,14 +24,13 @@ from torch import Tensor
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
 from megatron.training.checkpoints.controllers import fresh_controller
 from megatron.training.huggingface.errors import HuggingFaceError
-from megatron.training.huggingface.folder_reader import Entry, HfFolder, has_tokenizer
+from megatron.training.huggingface.folder_reader import DTYPES, Entry, HfFolder, has_tokenizer
 from megatron.training.huggingface.model_arguments import megatron_flags, parse_flags
 from megatron.training.huggingface.model_configs import WIDE_FIELDS, HfModel, read_config, wide_layout
 from megatron.training.huggingface.name_tables import ALIASES, DERIVED, TensorPair, tensor_table
 
 DEFAULT_VOCABULARY_MULTIPLE = 128
 DEFAULT_MAMBA_SEQUENCE = 2048
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_FLAGS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 
 
@@ -60,9 +59,10 @@ class ImportPlan:
         """
         if pair.is_controller and self.fresh is not None:
             return fresh_controller(pair.megatron, self.fresh)
-        parts = [folder.tensor(self.names[name]) for name in pair.hf]
         if pair.megatron.endswith("word_embeddings.weight") and self.tied_copy is not None:
-            _require_same(parts[0], folder.tensor(self.tied_copy), self.tied_copy)
+            _require_same(folder.tensor(self.names[pair.hf[0]]), folder.tensor(self.tied_copy), self.tied_copy)
+        rows = pair.megatron_shape[0] if len(pair.hf) == 1 else None  # a vocabulary's padding, a controller's tail
+        parts = [folder.tensor(self.names[name], rows) for name in pair.hf]
         tensor = pair.to_megatron([cast_exactly(part, self.dtype_of(pair), pair.hf[0]) for part in parts])
         assert tuple(tensor.shape) == pair.megatron_shape, pair.megatron
         return tensor
@@ -136,7 +136,7 @@ def _check_tensors(pairs: list[TensorPair], names: dict[str, str], folder: HfFol
         for name, (found, shape) in sorted(shapes.items())
         if found != shape
     ]
-    dtypes = {folder.entries[stored].dtype for stored in names.values()} - set(_DTYPES)
+    dtypes = {entry.dtype for entry in folder.entries.values()} - set(DTYPES)
     if dtypes:
         problems.append(f"tensors of dtype {_listed(dtypes)}; F32, BF16 or F16 are wanted")
     if problems:
@@ -147,8 +147,8 @@ def _model_dtype(folder: HfFolder, embedding: str) -> torch.dtype:
     """Return the dtype of config.json, or that of the embedding where it has none."""
     named = folder.config.get("dtype", folder.config.get("torch_dtype"))
     if named is None:
-        return _DTYPES[folder.entries[embedding].dtype]
-    for dtype in _DTYPES.values():
+        return DTYPES[folder.entries[embedding].dtype]
+    for dtype in DTYPES.values():
         if str(named).removeprefix("torch.") == str(dtype).removeprefix("torch."):
             return dtype
     raise HuggingFaceError(f"config.json has dtype {named!r}; float32, bfloat16 or float16 is wanted.")
