@@ -61,8 +61,8 @@ def model_arguments(layers: int, width: int) -> argparse.Namespace:
     return argparse.Namespace(
         num_layers=layers,
         hidden_size=width,
-        num_attention_heads=width // 64,
-        kv_channels=64,
+        num_attention_heads=width // 16,
+        kv_channels=16,
         ffn_hidden_size=4 * width,
         max_position_embeddings=_POSITIONS,
         padded_vocab_size=_VOCABULARY,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -109,6 +108,10 @@ def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
         done += file.write(view[done:])
 
 
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+
+
 class ChunkFiles:
     """Open .distcp files of one folder, to read from."""
 
@@ -143,8 +146,10 @@ class ChunkFiles:
         try:
             with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
                 start, description, size = _describe(archive)
-        except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError, struct.error) as error:
-            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {error}") from error
+        except ConversionError:
+            raise
+        except Exception as error:  # bytes that are no archive raise anything
+            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {_reason(error)}") from error
         (dtype, _, _), storage_offset, shape, stride = description
         wanted = (target.dtype, tuple(target.shape))
         if (dtype, shape) != wanted or storage_offset or not _contiguous(shape, stride):
@@ -159,12 +164,15 @@ class ChunkFiles:
 
     def read_object(self, name: str, offset: int, length: int) -> Any:
         """Return what torch.save stored there."""
+        from megatron.core.safe_globals import register_safe_globals
+
+        register_safe_globals()
         file = self.file(name)
         file.seek(offset)
         try:
-            return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=False)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {error}") from error
+            return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # bytes that are no archive raise anything
+            raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {_reason(error)}") from error
 
 
 def _describe(archive: zipfile.ZipFile) -> tuple[int, Any, int]:

@@ -43,8 +43,9 @@ def _attention(args: Namespace, sizes: dict[str, int]) -> None:
 
 
 def _mamba(args: Namespace, sizes: dict[str, int]) -> None:
-    head = getattr(args, "mamba_head_dim", None)
-    if not head or not getattr(args, "mamba_state_dim", None):
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    head = getattr(args, "mamba_head_dim", None)  # a GPT's arguments have defaults of these
+    if not pattern or not head or not getattr(args, "mamba_state_dim", None):
         return
     heads = getattr(args, "mamba_num_heads", None) or 2 * args.hidden_size // head
     sizes.update(I=heads * head, H=heads, G=args.mamba_num_groups, S=args.mamba_state_dim)

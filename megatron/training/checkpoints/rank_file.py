@@ -37,7 +37,7 @@ def _load_structure(path: Path) -> Any:
     register_safe_globals()
     try:
         with FakeTensorMode():
-            return torch.load(path, map_location="cpu", weights_only=False)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ConversionError(f"{path} is not there: the checkpoint is not complete") from None
     except Exception as error:  # a file that has been cut off or overwritten raises anything
