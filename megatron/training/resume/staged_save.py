@@ -241,6 +241,10 @@ def _stage(upstream_save: Callable[..., None]) -> Callable[..., None]:
         from torch.distributed.checkpoint.api import CheckpointException
 
         args = get_args()
+        if args.save is None:  # the trainer asks for a save when it gives up on a NaN, whatever the flags
+            if _is_first_rank():
+                print(f"> step {iteration}: nothing is saved, there is no --save", flush=True)
+            return
         save = _Save(args, iteration, options.get("release", False))
         announce = save.announce_later(wandb_utils.on_save_checkpoint_success)
         said: list[str] = []
