@@ -144,30 +144,86 @@ def test_the_run_folder_keeps_what_a_rerun_needs(hard_life: HardLife) -> None:
     assert "SLURM_JOB_ID=" in (hard_life.folder / "snapshot" / "environment.txt").read_text()
 
 
-def _failing_recipe(folder: Path, status: str) -> str:
-    (folder / "fails.py").write_text(f"import sys\nsys.exit({status})\n")
-    (folder / "fails.yaml").write_text(f"script: {folder}/fails.py\nflags: {{seed: 1}}\n")
-    return str(folder / "fails.yaml")
+# A trainer that fails with a given status; one that waits to be asked to save, and is done at its second start.
+_FAILS = "import sys\nsys.exit(int(sys.argv[sys.argv.index('--seed') + 1]))\n"
+_WAITS = """
+import signal, sys
+from pathlib import Path
+tracker = Path(sys.argv[sys.argv.index("--save") + 1]) / "latest_checkpointed_iteration.txt"
+if not tracker.exists():
+    print("waiting", flush=True)
+    signal.sigwait({signal.SIGUSR2})
+    tracker.parent.mkdir()
+    tracker.write_text("1")
+    sys.exit(75)
+"""
 
 
-def test_a_run_that_dies_at_its_start_three_times_is_stopped_and_says_why(cluster: Cluster, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (tmp_path / "lines.txt").write_text(f"{_failing_recipe(tmp_path, '7')} --run-dir {run}\n")
-    job = cluster.sbatch(["--array=1", "scripts/slurm/sweep.sbatch", str(tmp_path / "lines.txt")])
-    cluster.wait_for(f"{job}_1", lambda: cluster.job(f"{job}_1")["JobState"] == "FAILED", "the guard")
-    attempts = json.loads((run / "attempts.json").read_text())
-    assert [attempt["status"] for attempt in attempts] == [7, 7, 7]
-    log = (run / "log.txt").read_text()
+@dataclass
+class SmallJobs:
+    """Elements of job arrays (sweep.sbatch) that train nothing, and their run folders, by name."""
+
+    cluster: Cluster
+    folder: Path
+    jobs: dict[str, str]
+
+    def log(self, name: str) -> str:
+        file = self.folder / name / "log.txt"
+        return file.read_text() if file.exists() else ""
+
+    def statuses(self, name: str) -> list[int]:
+        return [attempt["status"] for attempt in json.loads((self.folder / name / "attempts.json").read_text())]
+
+
+@pytest.fixture(scope="module")
+def small_jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SmallJobs:
+    """Side by side: one that always fails, one with wrong options, one whose time ends, one that is cancelled."""
+    folder = tmp_path_factory.mktemp("small")
+    for name, text in (("fails", _FAILS), ("waits", _WAITS)):
+        (folder / f"{name}.py").write_text(text)
+        (folder / f"{name}.yaml").write_text(f"script: {folder}/{name}.py\nflags: {{seed: 7}}\n")
+    lines = {
+        "guarded": f"{folder}/fails.yaml",
+        "wrong": f"{folder}/fails.yaml --seed {BAD_OPTIONS}",
+        "timed": f"{folder}/waits.yaml",
+        "cancelled": f"{folder}/waits.yaml",
+    }
+    small = SmallJobs(cluster, folder, {})
+    for name, line in lines.items():
+        file = folder / f"{name}.txt"
+        file.write_text(f"# one launch\n{line} --run-dir '{folder / name}'\n")
+        # The shortest time limit there is, with 50 s of notice: it comes about 25 s after the start.
+        time_limit = ["--time=1", "--signal=B:USR2@50"] if name == "timed" else []
+        small.jobs[name] = cluster.sbatch(["--array=1", *time_limit, "scripts/slurm/sweep.sbatch", str(file)]) + "_1"
+    cluster.wait_for(small.jobs["cancelled"], lambda: "waiting" in small.log("cancelled"), "its trainer")
+    cluster.run("scancel", small.jobs["cancelled"])
+    ends = {"guarded": "FAILED", "wrong": "FAILED", "timed": "COMPLETED", "cancelled": "CANCELLED"}
+    for name, state in ends.items():
+        job = small.jobs[name]
+        cluster.wait_for(job, lambda job=job, state=state: cluster.job(job)["JobState"] == state, f"{name} is {state}")
+    return small
+
+
+def test_a_run_that_dies_at_its_start_three_times_is_stopped_and_says_why(small_jobs: SmallJobs) -> None:
+    assert small_jobs.statuses("guarded") == [7, 7, 7]
+    log = small_jobs.log("guarded")
     assert "3 attempts in a row ended without a new checkpoint (still at step 0)" in log
     assert log.count("requeueing job") == 2
 
 
-def test_a_run_whose_options_are_wrong_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
-    recipe = _failing_recipe(tmp_path, str(BAD_OPTIONS))
-    (tmp_path / "lines.txt").write_text(f"{recipe} --run-dir {tmp_path / 'run'}\n")
-    job = cluster.sbatch(["--array=1", "scripts/slurm/sweep.sbatch", str(tmp_path / "lines.txt")])
-    cluster.wait_for(f"{job}_1", lambda: cluster.job(f"{job}_1")["JobState"] == "FAILED", "its end")
-    assert "another start cannot mend that" in (tmp_path / "run" / "log.txt").read_text()
+def test_a_run_whose_options_are_wrong_is_not_started_again(small_jobs: SmallJobs) -> None:
+    assert small_jobs.statuses("wrong") == [BAD_OPTIONS]
+    assert "another start cannot mend that" in small_jobs.log("wrong")
+
+
+def test_a_job_whose_time_ends_saves_and_goes_on(small_jobs: SmallJobs) -> None:
+    assert small_jobs.statuses("timed") == [SAVED_ON_REQUEST, 0]
+    assert small_jobs.cluster.job(small_jobs.jobs["timed"])["Restarts"] == "1"
+
+
+def test_a_cancelled_job_stays_cancelled(small_jobs: SmallJobs) -> None:
+    assert len(small_jobs.statuses("cancelled")) == 1
+    assert "not started again, because it was cancelled" in small_jobs.log("cancelled")
 
 
 def test_a_misspelt_flag_ends_the_job_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:

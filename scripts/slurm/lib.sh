@@ -73,6 +73,9 @@ master_address() {
 # Outside the range that Linux gives to outgoing connections (32768 and up); a restart takes the next one.
 master_port() { echo $((15000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) % 15000)); }
 
+# State and reason of this job, for example "RUNNING None".
+job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).* Reason=\([^ ]*\).*/\1 \2/p'; }
+
 # --- signals ------------------------------------------------------------------------------------------------------
 
 # The request is repeated while the step lives: the first may come before the step has any process that keeps it.
@@ -94,9 +97,20 @@ on_cancel() {
         on_save_request
         return 0 # a bare return in a trap gives the status of the interrupted command, which ends the script
     fi
-    cancelled=1
-    say "told to end ($1)"
+    if [ -n "${SLURM_JOB_ID:-}" ] && [[ $(job_state) = *TIMEOUT* || $(job_state) = *TimeLimit* ]]; then
+        say "the time limit came before the trainers had saved; a longer notice: sbatch --signal=B:USR2@SECONDS"
+    else
+        cancelled=1
+        say "told to end ($1)"
+    fi
     [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true
+}
+
+# Called first of all: a signal that comes while the run folder is prepared is remembered.
+catch_signals() {
+    trap on_save_request USR2
+    trap 'on_cancel TERM' TERM
+    trap 'on_cancel INT' INT
 }
 
 # --- an attempt ---------------------------------------------------------------------------------------------------
@@ -106,9 +120,10 @@ start_step() {
     export PYTHON=$python
     if [ -n "${SLURM_JOB_ID:-}" ]; then
         read -ra options <<<"${SRUN_OPTIONS:-}"
-        srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        # srun waits for signals in a thread of its own; while it starts, one would end it.
+        (trap '' USR2; exec srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
             ${options[@]+"${options[@]}"} ${container_step[@]+"${container_step[@]}"} \
-            ${container_exec[@]+"${container_exec[@]}"} "${node[@]}" >&8 2>&1 8>&- &
+            ${container_exec[@]+"${container_exec[@]}"} "${node[@]}") >&8 2>&1 8>&- &
     else
         # A session of its own, so that ^C reaches this script alone, which then lets the trainers save.
         setsid ${container_exec[@]+"${container_exec[@]}"} "${node[@]}" >&8 2>&1 8>&- </dev/null &
@@ -158,9 +173,6 @@ open_run() {
     [ ${#container_step[@]} -gt 0 ] || [ ${#container_exec[@]} -gt 0 ] || [ -x "$python" ] ||
         die "no Python at $python: run ./scripts/setup.sh first, or set PYTHON"
     cd "$repository" || die "no checkout at $repository"
-    trap on_save_request USR2
-    trap 'on_cancel TERM' TERM
-    trap 'on_cancel INT' INT
     run=$(control prepare "$@") || exit $?
     open_log
 }
@@ -182,6 +194,7 @@ submit_again() {
 
 # run_job SCRIPT RECIPE [flags]: this SLURM job; SCRIPT may be empty, then the recipe names it.
 run_job() {
+    catch_signals
     [ -n "${SLURM_JOB_ID:-}" ] || die "this is not a SLURM job; scripts/launch.sh runs a recipe without SLURM"
     export SCRIPT_WANTED=$1
     shift
@@ -197,9 +210,9 @@ run_job() {
     say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}, meeting at $MASTER_ADDR:$MASTER_PORT"
     attempt
     local state
-    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).* Reason=\([^ ]*\).*/\1 \2/p')
+    state=$(job_state)
     case $state in
-        RUNNING* | *TimeLimit*) ;;
+        RUNNING* | *TIMEOUT* | *TimeLimit*) ;;
         *) say "not requeued by itself: the job is in state $state"; exit 1 ;;
     esac
     say "requeueing job $SLURM_JOB_ID"
@@ -209,6 +222,7 @@ run_job() {
 
 # run_here RECIPE [flags]: this machine, started again here until it is done or the guard stops it.
 run_here() {
+    catch_signals
     export RERUN_COMMAND=scripts/launch.sh
     SUBMIT_LINE="scripts/launch.sh $(printf '%q ' "$@")"
     export SUBMIT_LINE
