@@ -258,3 +258,17 @@ def test_config_of_a_wide_folder_says_its_layout(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="num_streams = 4, which transformers' own"):
         imported(change_config(tmp_path / "wide", model_type="llama", auto_map=None), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_conversion_holds_less_than_two_of_the_largest_tensor(tmp_path: Path) -> None:
+    """An embedding of 32 MiB among 71 MiB: padding and stripping its rows makes no second copy of everything."""
+    source = save_model(tmp_path / "source", llama(hidden_size=512, vocab_size=16001, num_attention_heads=8))
+    outcomes = {
+        "import-hf": imported(source, tmp_path / "checkpoint"),
+        "export-hf": exported(tmp_path / "checkpoint", tmp_path / "back"),
+    }
+    for command, outcome in outcomes.items():
+        assert outcome.nbytes > 2 * outcome.largest_layer, "the model is too small to tell"
+        assert outcome.peak_bytes < 2 * outcome.largest_layer, (
+            f"{command} held {outcome.peak_bytes:,} bytes; its largest layer has {outcome.largest_layer:,}"
+        )

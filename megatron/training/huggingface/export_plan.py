@@ -27,7 +27,7 @@ from megatron.training.huggingface.errors import HuggingFaceError
 from megatron.training.huggingface.exported_config import exported_config, reference_config
 from megatron.training.huggingface.folder_reader import CONFIG, TOKENIZER_FILES
 from megatron.training.huggingface.folder_writer import MAX_SHARD_BYTES, Planned, SafetensorsWriter, unfinished_folder
-from megatron.training.huggingface.import_plan import _listed, cast_exactly
+from megatron.training.huggingface.import_plan import listed, cast_exactly
 from megatron.training.huggingface.model_arguments import model_of_arguments
 from megatron.training.huggingface.model_configs import HfModel
 from megatron.training.huggingface.name_tables import Family, TensorPair, tensor_table
@@ -85,9 +85,9 @@ def _check_stored(pairs: list[TensorPair], stored: Shapes) -> None:
     wanted = {pair.megatron: pair.megatron_shape for pair in pairs}
     problems = []
     if missing := set(wanted) - set(stored):
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if unknown := set(stored) - set(wanted):
-        problems.append(f"unknown: {_listed(unknown)}")
+        problems.append(f"unknown: {listed(unknown)}")
     problems += [
         f"{name} has shape {list(stored[name][0])}, {list(shape)} is wanted"
         for name, shape in sorted(wanted.items())

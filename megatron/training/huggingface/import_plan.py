@@ -112,7 +112,8 @@ def _require_same(embedding: Tensor, copy: Tensor, name: str) -> None:
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Return the first five names, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
@@ -127,9 +128,9 @@ def _check_tensors(pairs: list[TensorPair], names: dict[str, str], folder: HfFol
     wanted = {name: shape for pair in pairs for name, shape in zip(pair.hf, pair.hf_shapes, strict=True)}
     problems = []
     if missing := set(wanted) - set(names):
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if unknown := set(names) - set(wanted):
-        problems.append(f"unknown: {_listed(names[name] for name in unknown)}")
+        problems.append(f"unknown: {listed(names[name] for name in unknown)}")
     shapes = {name: (folder.entries[names[name]].shape, wanted[name]) for name in set(names) & set(wanted)}
     problems += [
         f"{name} has shape {list(found)}, {list(shape)} is wanted"
@@ -138,7 +139,7 @@ def _check_tensors(pairs: list[TensorPair], names: dict[str, str], folder: HfFol
     ]
     dtypes = {entry.dtype for entry in folder.entries.values()} - set(DTYPES)
     if dtypes:
-        problems.append(f"tensors of dtype {_listed(dtypes)}; F32, BF16 or F16 are wanted")
+        problems.append(f"tensors of dtype {listed(dtypes)}; F32, BF16 or F16 are wanted")
     if problems:
         raise HuggingFaceError(f"the tensors of {folder.path} are not those of its config.json: {'; '.join(problems)}.")
 
