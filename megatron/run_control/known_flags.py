@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -61,8 +62,13 @@ def known_flags() -> FlagTable:
         return json.loads(file.read_text())
     except (OSError, ValueError):
         pass
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        partial.touch()
+    except OSError:  # a home directory that cannot be written: the table serves this launch alone
+        file = Path(tempfile.mkdtemp()) / file.name
+        partial = file.with_name(f".{file.name}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PRINT_TABLE, str(partial)],
@@ -72,7 +78,9 @@ def known_flags() -> FlagTable:
         check=False,
     )
     if done.returncode != 0:
-        raise LaunchError(f"the training script's flags cannot be listed: {done.stderr.strip().splitlines()[-1]}")
+        raise LaunchError(
+            f"the training script's flags cannot be listed: {(done.stderr.strip() or '-').splitlines()[-1]}"
+        )
     os.replace(partial, file)
     return json.loads(file.read_text())
 

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -75,7 +76,8 @@ class Watchdog(threading.Thread):
         found = {}
         for file in self._run.heartbeats.glob("rank-*.json"):
             about = _read(file)
-            if about.get("attempt") == self._attempt and about.get("pid") in workers:
+            ours = about.get("attempt") == self._attempt and about.get("host") == socket.gethostname()
+            if ours and about.get("pid") in workers:
                 found[about["rank"]] = about["pid"]
         return found
 
