@@ -273,6 +273,7 @@ def test_load_non_strict_loads_what_fits_and_prints_what_it_skips(
     ("flags", "reasons"),
     [
         (["--lr-decay-iters", "30"], ["schedule", "--override-opt-param-scheduler"]),
+        (["--min-lr", "0.0002"], ["other parameter groups", "--min-lr", "--no-load-optim"]),
         (["--num-layers", "3"], ["is not this model's"]),
         (["--hidden-size", "32"], ["another shape", "embedding.word_embeddings.weight"]),
         (["--bf16"], ["another dtype: decoder.final_layernorm.weight (float32 [64] in the checkpoint, bfloat16 [64]"]),
