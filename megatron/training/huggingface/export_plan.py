@@ -27,7 +27,7 @@ from megatron.training.huggingface.errors import HuggingFaceError
 from megatron.training.huggingface.exported_config import exported_config, reference_config
 from megatron.training.huggingface.folder_reader import CONFIG, TOKENIZER_FILES
 from megatron.training.huggingface.folder_writer import MAX_SHARD_BYTES, Planned, SafetensorsWriter, unfinished_folder
-from megatron.training.huggingface.import_plan import listed, cast_exactly
+from megatron.training.huggingface.import_plan import cast_exactly, listed
 from megatron.training.huggingface.model_arguments import model_of_arguments
 from megatron.training.huggingface.model_configs import HfModel
 from megatron.training.huggingface.name_tables import Family, TensorPair, tensor_table
