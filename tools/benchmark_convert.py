@@ -4,9 +4,9 @@
     python tools/benchmark_convert.py                           # about 1 GB, in a temporary folder here
     python tools/benchmark_convert.py --gigabytes 4 --folder /scratch --json
 
-Makes a GPT checkpoint with optimizer states, then times `cp -r` with `sync`, and every conversion, in turns; conversions
-sync what they write by themselves. Prints medians, throughput, the ratio to cp, and each conversion's peak memory beside
-twice its largest layer. Exit status: 0, or 2 for a folder that cannot be used.
+Makes a GPT checkpoint with optimizer states, then times `cp -r` with `sync`, and every conversion, in turns;
+conversions sync what they write by themselves. Prints medians, throughput, the ratio to cp, and each conversion's peak
+memory beside twice its largest layer. Exit status: 0, or 2 for a folder that cannot be used.
 """
 
 from __future__ import annotations

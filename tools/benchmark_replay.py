@@ -117,7 +117,7 @@ def megatron() -> Iterator[None]:
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron.core import parallel_state  # type: ignore[attr-defined]
+    from megatron.core import parallel_state
     from megatron.cpu.host import training_host
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
