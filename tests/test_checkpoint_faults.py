@@ -115,6 +115,7 @@ def test_each_key_of_a_sharded_checkpoint_dropped_renamed_reshaped_or_recast_is_
     keys = [key for key in tensors if not any(name in key for name in left_out)]
     if name != "torch_dist":  # the model's keys are those of the first run
         keys = [key for key in keys if key.startswith("optimizer.")]
+        keys = keys[:: max(len(keys) // 12, 1)]  # by parameter: three tensors of each, which all go the same way
     assert len(keys) >= 9
 
     def body(load: Callable[[Path], Any], parts: Any) -> None:

@@ -63,9 +63,9 @@ def test_keep_last_keeps_two_and_never_less_than_one_whole(result: KillResult) -
 
 def test_a_full_disk_is_a_clear_error_and_keeps_the_last_checkpoint(result: KillResult) -> None:
     step = result.moments[-1]["tracker"]
-    assert re.match(r"saving step \d+ to .* failed: (File too large|.*write.*bytes are free)", result.full_disk), (
-        result.full_disk
-    )
+    # A limit on the size of files stands for the disk here; torch's zip writer hides the system's reason.
+    reason = r"(File too large|a file could not be written to its end \([\d,]+ bytes are free on that disk\))"
+    assert re.match(rf"saving step \d+ to .* failed: {reason}; ", result.full_disk), result.full_disk
     assert f"step {result.full_disk_tracker} is still the latest checkpoint" in result.full_disk
     assert int(result.full_disk_tracker) >= int(step)
     assert int(result.full_disk_tracker) in result.full_disk_steps

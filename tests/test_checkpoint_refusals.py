@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +339,29 @@ def test_a_step_saved_again_takes_the_place_of_the_old_one(saved: dict[str, Path
     assert (checkpoints / "iter_0000004/__0_0.distcp").stat().st_ino != before
     assert whole_steps(checkpoints) == [2, 4]
     assert not (checkpoints / "unfinished_save").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB; skips where this process may mount none."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("no permission to mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("layout", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "plain"])
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays_loadable(layout: list[str], small_disk: Path) -> None:
+    folder = small_disk / "c"
+    options = [*ORDINARY, "--save-interval", "1", *layout, "--save", str(folder), "--load", str(folder)]
+    message = refused_here(options)
+    assert re.search(r"failed: No space left on device \(\d+ bytes are free\); step \d is still the latest", message)
+    step = int((folder / TRACKER).read_text())
+    assert whole_steps(folder)[-1] == step
+    assert not (folder / "unfinished_save").exists()
+    assert len(train_here([*ORDINARY, *layout, "--load", str(folder)])) == 4 - step
 
 
 # ---- as a user sees it

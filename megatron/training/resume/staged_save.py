@@ -230,6 +230,8 @@ def _cause(error: BaseException, said: list[str], free: int) -> str:
         if any(os.strerror(number) in line for line in lines):
             return os.strerror(number)
     reason = lines[0][:300] if lines else type(error).__name__
+    if "inline_container" in reason:  # torch's zip writer, which says nothing of the system's reason
+        reason = "a file could not be written to its end"
     return f"{reason} ({free:,} bytes are free on that disk)"
 
 
