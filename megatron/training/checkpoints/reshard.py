@@ -161,8 +161,7 @@ def _random_states(plan: Plan, before: Layout, after: Layout) -> None:
     if (before.tensor, before.pipeline) != (after.tensor, after.pipeline):
         common.rng = {}
         common.args.no_save_rng = True
-        note = "random number states belong to the old ranks and were left out"
-        plan.notes.append(note + ("" if plan.format == "torch_dist" else ": load it with --no-load-rng"))
+        plan.notes.append("random number states belong to the old ranks and were left out: load it with --no-load-rng")
     if before != after:
         common.state.pop("rerun_state_machine", None)
 
