@@ -10,7 +10,7 @@ blocked in every process started from here: one that arrives while a trainer sti
 ready for it (trainer_side.py), and the helpers of a trainer are not ended by it. A thread here passes it on to the
 trainers, for launchers that reach only this process.
 
-What always holds: when this process ends no trainer of the node is left, and outcomes/attempt-A-node-N.json says why.
+What always holds: when this process ends no trainer of the node and no helper of one is left, and outcomes/attempt-A-node-N.json says why.
 Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.
 """
 
@@ -33,11 +33,36 @@ from megatron.run_control.run_folder import RunFolder
 from megatron.run_control.watchdog import Watchdog
 
 SAVE_SIGNAL = signal.SIGUSR2
+LEFTOVER_GRACE_S = 5.0
 
 
 def worker_pids() -> list[int]:
     """The training processes of this node: torchrun's workers are children of this process."""
     return [child.pid for child in psutil.Process().children()]
+
+
+def leftovers(run: RunFolder, attempt: int) -> list[psutil.Process]:
+    """What the trainers of this node left behind: helpers (data loaders, checkpoint writers, wandb) whose parent was
+    killed. They are known by the environment that they inherited from torchrun."""
+    ours = {
+        FOLDER_VARIABLE: str(run.path),
+        ATTEMPT_VARIABLE: str(attempt),
+        "SLURM_NODEID": os.environ.get("SLURM_NODEID"),
+    }
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            environment = process.environ()
+            if "TORCHELASTIC_RUN_ID" in environment and all(environment.get(name) == ours[name] for name in ours):
+                found.append(process)
+    return found
+
+
+def end_leftovers(run: RunFolder, attempt: int) -> None:
+    """Give them time to end by themselves, then kill them: they hold the step's output open, and it would idle."""
+    for process in psutil.wait_procs(leftovers(run, attempt), timeout=LEFTOVER_GRACE_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _pass_on_save_signal() -> None:
@@ -119,6 +144,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     write_outcome(run, attempt, node, status, reason)
+    end_leftovers(run, attempt)
     print(f"> node {node}: {reason}", file=sys.stderr, flush=True)
     return status
 
