@@ -16,6 +16,7 @@ from harness_corpus import tool
 from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
+from megatron.run_control.node_agent import end_leftovers
 from megatron.run_control.progress import find_runs, read_progress
 from megatron.run_control.recipes import Recipe
 from megatron.run_control.run_folder import TRACKER, RunFolder
@@ -163,6 +164,20 @@ def test_a_process_that_moves_is_left_alone(run: RunFolder) -> None:
         assert process.poll() is None
         process.kill()
     assert watchdog.hung is None
+
+
+def test_what_a_killed_trainer_left_behind_is_ended_and_nothing_else(run: RunFolder) -> None:
+    """Its helpers would hold the output of the step open, and the allocation would idle for a minute."""
+    environment = {name: value for name, value in os.environ.items() if name != "SLURM_NODEID"}
+    environment |= {"MEGATRON_RUN_FOLDER": str(run.path), "TORCHELASTIC_RUN_ID": "1"}
+    with (
+        subprocess.Popen(["sleep", "600"], env=environment | {"MEGATRON_RUN_ATTEMPT": "2"}) as left,
+        subprocess.Popen(["sleep", "600"], env=environment | {"MEGATRON_RUN_ATTEMPT": "1"}) as other,
+    ):
+        end_leftovers(run, 2)
+        assert left.wait(timeout=10) == -signal.SIGKILL
+        assert other.poll() is None, "a process of another attempt was ended"
+        other.kill()
 
 
 _STEP = (

@@ -10,7 +10,8 @@ blocked in every process started from here: one that arrives while a trainer sti
 ready for it (trainer_side.py), and the helpers of a trainer are not ended by it. A thread here passes it on to the
 trainers, for launchers that reach only this process.
 
-What always holds: when this process ends no trainer of the node and no helper of one is left, and outcomes/attempt-A-node-N.json says why.
+What always holds: when this process ends no trainer of the node and no helper of one is left, and
+outcomes/attempt-A-node-N.json says why.
 Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.
 """
 
