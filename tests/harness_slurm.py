@@ -57,6 +57,9 @@ MailProg=/bin/true
 ReturnToService=2
 JobRequeue=1
 KillWait=10
+# A message that timed out on a busy machine is sent again: a late order to end a step would meet the requeued one.
+MessageTimeout=60
+TCPTimeout=30
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4
