@@ -180,7 +180,15 @@ def launch_entries(world_size: int, entries: list[dict[str, Any]], folder: Path)
             stderr=subprocess.STDOUT,
             check=False,
         )
-    assert done.returncode == 0, f"{plan.stem} failed:\n{log.read_text()[-6000:]}"
+    assert done.returncode == 0, f"{plan.stem} failed:\n{_first_failure(log.read_text())}"
+
+
+def _first_failure(text: str) -> str:
+    """What the ranks printed around the first traceback; torchrun's own long report of the failure follows it."""
+    at = text.find("Traceback (most recent call last)")
+    start = text.rfind("\n==== ", 0, at) if at >= 0 else -1
+    entry = text[start + 1 :].partition("\n")[0] if start >= 0 else "(no entry had begun)"
+    return f"{entry}\n{text[max(at - 500, 0) : at + 5000]}" if at >= 0 else text[-6000:]
 
 
 def read_result(name: str, folder: Path) -> Result:

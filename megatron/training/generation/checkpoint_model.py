@@ -23,6 +23,7 @@ from typing import Any
 import megatron.training.training as training
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_tokenizer
 
@@ -150,6 +151,8 @@ def open_checkpoint(location: CheckpointLocation, host: Host) -> Iterator[Loaded
         )
     with Replacements() as replaced:
         install_tokenizers(replaced)
+        # A class attribute: what an MoE model that ran in this process before left there may have another shape.
+        replaced.set(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
         try:
             with _choices_reported(location):
                 args, stored = _parse(location, host, replaced)
