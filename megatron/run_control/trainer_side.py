@@ -26,10 +26,23 @@ from megatron.run_control.wandb_identity import check_run_id, use_stable_run_id
 
 
 def identify_run(args: argparse.Namespace) -> None:
-    """Give wandb the run id of the save folder on the rank that logs, the last one; all ranks find a wrong one."""
-    if not args.wandb_project or not args.save:
+    """Give wandb the run id of the save folder on the rank that logs, the last one; all ranks find a wrong one.
+
+    What flags say of the wandb run (id, group, tags, job type) reaches wandb in its own environment variables.
+    """
+    if not args.wandb_project:
         return
-    check_run_id(Path(args.save), os.environ.get("WANDB_RUN_ID"))
+    said = {
+        "WANDB_RUN_ID": args.wandb_run_id,
+        "WANDB_RUN_GROUP": args.wandb_group,
+        "WANDB_TAGS": None if args.wandb_tags is None else ",".join(args.wandb_tags),
+        "WANDB_JOB_TYPE": args.wandb_job_type,
+    }
+    os.environ.update({name: value for name, value in said.items() if value is not None})
+    if not args.save:
+        return
+    named_by = "WANDB_RUN_ID" if args.wandb_run_id is None else "--wandb-run-id"
+    check_run_id(Path(args.save), os.environ.get("WANDB_RUN_ID"), named_by)
     if args.rank == args.world_size - 1:
         use_stable_run_id(Path(args.save), os.environ)
 

@@ -22,12 +22,12 @@ from megatron.run_control.run_folder import write_whole
 RUN_ID_FILE = "wandb_run_id.txt"
 
 
-def check_run_id(save: Path, wanted: str | None) -> None:
-    """Raise LaunchError when the save folder has a run id and it is not `wanted`."""
+def check_run_id(save: Path, wanted: str | None, named_by: str = "WANDB_RUN_ID") -> None:
+    """Raise LaunchError when the save folder has a run id and it is not `wanted`, which `named_by` says."""
     file = save / RUN_ID_FILE
     if wanted and file.exists() and (found := file.read_text().strip()) != wanted:
         raise LaunchError(
-            f"{save} belongs to the wandb run {found}, but WANDB_RUN_ID is {wanted}: unset it to continue that run, "
+            f"{save} belongs to the wandb run {found}, but {named_by} is {wanted}: leave it out to continue that run, "
             f"or remove {file} to begin another history"
         )
 

@@ -101,9 +101,24 @@ def _check_shortcut_moe(args: argparse.Namespace) -> None:
         check_shortcut_moe_arguments(args)
 
 
+def _add_run_logs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.training.run_log_arguments import add_run_log_args
+
+    return add_run_log_args(parser)
+
+
+def _check_run_logs(args: argparse.Namespace) -> None:
+    from megatron.training.run_log_arguments import check_run_log_arguments
+
+    with as_choice_error():
+        check_run_log_arguments(args)
+
+
 def _identify_run(args: argparse.Namespace) -> None:
     from megatron.run_control.trainer_side import identify_run
+    from megatron.training.run_log_arguments import complete_run_log_arguments
 
+    complete_run_log_arguments(args)
     with as_choice_error():
         identify_run(args)
 
@@ -115,7 +130,7 @@ ARGUMENT_EXTENSIONS = (
         _add_wide_residual, before_validation=_check_wide_residual, after_validation=_record_wide_residual
     ),
     ArgumentExtension(_add_shortcut_moe, before_validation=_check_shortcut_moe),
-    ArgumentExtension(_no_flags, after_validation=_identify_run),
+    ArgumentExtension(_add_run_logs, before_validation=_check_run_logs, after_validation=_identify_run),
 )
 
 
