@@ -1,0 +1,248 @@
+"""An ablation's YAML and the runs that it means.
+
+    ablation = load_ablation(Path("scripts/ablations/quickstart_gpt.yaml"), root)
+    [run.name for run in ablation.runs]          # ["ordinary-seed-1", "streams-2-seed-1", ...]
+
+    base: ../recipes/quickstart-gpt.yaml     the recipe, relative to this file
+    folder: runs/ablations/quickstart_gpt    where the run folders lie (default: runs/ablations/NAME)
+    processes: 1                             in place of the recipe's (optional)
+    environment: {OMP_NUM_THREADS: 1}        on top of the recipe's (optional)
+    flags: {train-iters: 100}                on top of the recipe's, for every run (optional)
+    axes:                                    one mapping, or a list of mappings whose products are joined
+      - {streams: 1}
+      - {streams: [2, 4, 8], retention: [false, true]}
+    seeds: [1, 2, 3]
+    reference: {streams: 1}                  whom every variant is compared with (default: streams 1)
+
+A mapping of axes means every combination of its values; axes.py lists the axes. The reference of a variant is the one
+variant that has the reference's values and is otherwise the same, but for axes that only wide streams have.
+
+What always holds: an unknown key, axes that contradict each other and numbers that cannot be used are a LaunchError
+that names the file and the key; the same YAML gives the same runs, names and flags in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from megatron.ablations.axes import WIDE_AXES, as_number, check_streams, flags_of, is_whole, label_of
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.known_flags import FlagTable, check_flags
+from megatron.run_control.recipes import FlagValue, Recipe, load_recipe
+
+_KEYS = ("base", "folder", "processes", "environment", "flags", "axes", "seeds", "reference")
+# What the report reads from TensorBoard; a recipe that sets one wins.
+_LOGGED = ("log-timers-to-tensorboard", "log-memory-to-tensorboard")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One combination of axis values."""
+
+    name: str
+    settings: Mapping[str, object]
+    recipe: Recipe  # without a seed
+    reference: str | None = None  # the variant that this one is compared with; None for a reference itself
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One variant with one seed, and its run folder."""
+
+    variant: Variant
+    seed: int
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Everything that a YAML says."""
+
+    name: str
+    file: Path
+    folder: Path
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[PlannedRun, ...]
+
+    def tokens(self, variant: Variant) -> int | None:
+        """Tokens that a run of this variant trains on; None where its flags do not say."""
+        values = {name: as_number(value) for name, value in variant.recipe.flags.items()}
+        length, steps, batch = (values.get(name) for name in ("seq-length", "train-iters", "global-batch-size"))
+        if length and values.get("train-samples"):
+            return int(length * (values["train-samples"] or 0))
+        return int(length * steps * batch) if length and steps and batch else None
+
+
+def load_ablation(file: Path, root: Path, table: FlagTable | None = None) -> Ablation:
+    """Read an ablation. `root` is the checkout, `table` the flags of the training scripts (None: not checked)."""
+    content = _read(file)
+    base = _base_recipe(file, content)
+    seeds = _seeds(file, content.get("seeds"))
+    try:
+        variants = _with_references(_variants(file, content, base), content.get("reference"))
+        for variant in variants if table is not None else ():
+            check_flags(variant.recipe.flags, table or {})
+    except LaunchError as error:
+        raise error if str(error).startswith(str(file)) else LaunchError(f"{file}: {error}") from None
+    folder = root / str(content.get("folder") or f"runs/ablations/{file.stem}")
+    runs = tuple(
+        PlannedRun(variant, seed, variant.recipe.overridden({"seed": seed}), folder / f"{variant.name}-seed-{seed}")
+        for seed, variant in itertools.product(seeds, variants)
+    )
+    return Ablation(file.stem, file, folder, variants, seeds, runs)
+
+
+def _read(file: Path) -> dict:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LaunchError(f"{file}: no such ablation") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise LaunchError(f"{file}: a mapping with {', '.join(_KEYS)} is wanted, {type(content).__name__} was found")
+    for key in content:
+        if key not in _KEYS:
+            raise LaunchError(f"{file}: {key!r} is none of {', '.join(_KEYS)}")
+    for key in ("base", "axes", "seeds"):
+        if content.get(key) is None:
+            raise LaunchError(f"{file}: no {key}")
+    return content
+
+
+def _table(file: Path, content: Mapping, key: str) -> dict[str, object]:
+    table = content.get(key) or {}
+    if not isinstance(table, dict):
+        raise LaunchError(f"{file}: {key} is a {type(table).__name__}, a mapping is wanted")
+    return {str(name): value for name, value in table.items()}
+
+
+def _base_recipe(file: Path, content: Mapping) -> Recipe:
+    """The base recipe with processes, environment and flags of the YAML."""
+    recipe = load_recipe(file.parent / str(content["base"]))
+    processes = content.get("processes", recipe.processes)
+    if not is_whole(processes, 1):
+        raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")
+    environment = {name: str(value) for name, value in _table(file, content, "environment").items()}
+    flags = _table(file, content, "flags")
+    for name, value in flags.items():
+        _check_value(file, f"flags: {name}", value)
+    if "seed" in flags:
+        raise LaunchError(f"{file}: flags: seed: the seeds stand in seeds")
+    logged = {name: True for name in _LOGGED if name not in recipe.flags}
+    return replace(
+        recipe,
+        processes=processes,
+        environment={**recipe.environment, **environment},
+        flags=_laid_over(recipe.flags, logged | flags),  # type: ignore[arg-type]
+    )
+
+
+def _check_value(file: Path, where: str, value: object) -> None:
+    values = value if isinstance(value, list) else [value]
+    if not values or any(not isinstance(item, bool | int | float | str) for item in values):
+        raise LaunchError(f"{file}: {where} is {value!r}: a value, a list of values, true or false is wanted")
+
+
+def _laid_over(flags: Mapping[str, FlagValue], over: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
+    """Flags with others in their place; a value False takes a flag away."""
+    kept = {name: value for name, value in flags.items() if name not in over}
+    return kept | {name: value for name, value in over.items() if value is not False}
+
+
+def _seeds(file: Path, seeds: object) -> tuple[int, ...]:
+    if not isinstance(seeds, list) or not seeds:
+        raise LaunchError(f"{file}: seeds is {seeds!r}, a list of whole numbers from 1 is wanted")
+    for seed in seeds:
+        if not is_whole(seed, 1):
+            raise LaunchError(f"{file}: seeds: {seed!r} is no whole number from 1")
+        if seeds.count(seed) > 1:
+            raise LaunchError(f"{file}: seeds: {seed} stands there {seeds.count(seed)} times")
+    return tuple(seeds)
+
+
+def _combinations(file: Path, axes: object) -> Iterator[dict[str, object]]:
+    """Every combination of axis values, in the order of the YAML."""
+    for block in axes if isinstance(axes, list) else [axes]:
+        if not isinstance(block, dict) or not block:
+            raise LaunchError(f"{file}: axes: {block!r}: a mapping from axes to their values is wanted")
+        values = {}
+        for axis, listed in block.items():
+            values[str(axis)] = listed if isinstance(listed, list) else [listed]
+            if not values[str(axis)]:
+                raise LaunchError(f"{file}: axes: {axis} has no value")
+            for value in values[str(axis)]:
+                _check_value(file, f"axes: {axis}", value)
+        if "seed" in values:
+            raise LaunchError(f"{file}: axes: seed: the seeds stand in seeds")
+        for combination in itertools.product(*values.values()):
+            yield dict(zip(values, combination, strict=True))
+
+
+def _variants(file: Path, content: Mapping, base: Recipe) -> list[Variant]:
+    variants: list[Variant] = []
+    for settings in _combinations(file, content["axes"]):
+        set_by: dict[str, str] = {}
+        flags: dict[str, FlagValue] = {}
+        for axis, value in settings.items():
+            new = flags_of(axis, value, base.flags)
+            for name in new:
+                if name in set_by:
+                    raise LaunchError(f"axes: {set_by[name]} and {axis} both set --{name}: keep one of them")
+                set_by[name] = axis
+            flags |= new
+        recipe = replace(base, flags=_laid_over(base.flags, flags))
+        check_streams(recipe.flags, settings)
+        name = "-".join(filter(None, (label_of(axis, value) for axis, value in settings.items()))) or "base"
+        for other in variants:
+            if other.name == name or other.recipe == recipe:
+                raise LaunchError(f"axes: {_said(settings)} and {_said(other.settings)} are the same run: keep one")
+        variants.append(Variant(name, settings, recipe))
+    return variants
+
+
+def _said(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in settings.items())
+
+
+def _with_references(variants: list[Variant], reference: object) -> tuple[Variant, ...]:
+    """The variants, each with the name of the one that it is compared with."""
+    wanted = {"streams": 1} if reference is None else reference
+    if not isinstance(wanted, dict) or not wanted:
+        raise LaunchError(f"reference is {reference!r}, a mapping from axes to one value each is wanted")
+    candidates = [v for v in variants if all(a in v.settings and v.settings[a] == x for a, x in wanted.items())]
+    if not candidates:
+        raise LaunchError(
+            f"reference: no variant has {_said(wanted)}: add it to axes, or write reference: {{AXIS: VALUE}}"
+        )
+    found = []
+    for variant in variants:
+        fixed = {a: x for a, x in variant.settings.items() if a not in wanted and a not in WIDE_AXES}
+        same = [
+            c
+            for c in candidates
+            if {a: x for a, x in c.settings.items() if a not in wanted and a not in WIDE_AXES} == fixed
+        ]
+        if variant in candidates and variant in same and len(same) == 1:
+            found.append(variant)
+        elif len(same) == 1:
+            found.append(replace(variant, reference=same[0].name))
+        else:
+            names = ", ".join(c.name for c in same) or "none"
+            raise LaunchError(
+                f"reference: {variant.name} is to be compared with one variant that has {_said(wanted)} and its other "
+                f"settings; there is {names}"
+            )
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""What has become of a run of an ablation, and whether its folder is still the one that the YAML means.
+
+    state_of(run)                  # "absent", "interrupted", "finished", "stopped"
+    check_folders(ablation)        # LaunchError when a folder holds a run with other flags
+    with_launch_lock(run)          # the lock that a launch of the run holds while it lives
+
+What always holds: reading changes nothing. "finished" means that the trainer ended with status 0; an attempt that is
+still at work counts as interrupted here, the launch lock tells the two apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megatron.ablations.description import Ablation, PlannedRun
+from megatron.run_control.attempts import read_attempts
+from megatron.run_control.errors import LaunchError
+from megatron.run_control.exit_status import FINISHED
+from megatron.run_control.heartbeat import FOLDER_VARIABLE
+from megatron.run_control.run_folder import RunFolder, script_arguments
+
+
+def state_of(run: PlannedRun) -> str:
+    """absent: never launched; interrupted: can go on; finished; stopped: the last launch decided not to go on."""
+    folder = RunFolder(run.folder)
+    if not folder.launch.exists():
+        return "absent"
+    attempts = read_attempts(folder)
+    if not attempts or attempts[-1].ended is None or attempts[-1].again:
+        return "interrupted"
+    return "finished" if attempts[-1].status == FINISHED else "stopped"
+
+
+def why_stopped(run: PlannedRun) -> str:
+    """The reason that the last attempt ended with."""
+    attempts = read_attempts(RunFolder(run.folder))
+    return (attempts[-1].reason if attempts else None) or "it was never started"
+
+
+def check_folders(ablation: Ablation) -> None:
+    """Raise LaunchError for the first run folder whose flags, script, processes or variables are not the YAML's."""
+    for run in ablation.runs:
+        folder = RunFolder(run.folder)
+        if not folder.launch.exists():
+            continue
+        difference = _difference(folder, run)
+        if difference:
+            raise LaunchError(
+                f"{ablation.file} has changed: {run.folder} was launched with {difference}. Change it back, name "
+                f"another folder in the YAML, or remove {run.folder}"
+            )
+
+
+def _difference(folder: RunFolder, run: PlannedRun) -> str | None:
+    settings, recipe = folder.settings(), run.recipe
+    there, wanted = _by_flag(folder.arguments()), _by_flag(script_arguments(recipe, folder.path.resolve()))
+    for name in sorted(there.keys() | wanted.keys()):
+        if there.get(name) != wanted.get(name):
+            return f"{_shown(name, there)}; it says {_shown(name, wanted)} now"
+    known = {"script": recipe.script, "processes": recipe.processes, "environment": dict(recipe.environment)}
+    for key, value in known.items():
+        if settings[key] != value:
+            return f"{key} {settings[key]}; it says {value} now"
+    return None
+
+
+def _by_flag(arguments: list[str]) -> dict[str, list[str]]:
+    """{"--lr": ["1e-3"], ...}"""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument
+            found[name] = []
+        else:
+            found.setdefault(name, []).append(argument)
+    return found
+
+
+def _shown(name: str, flags: dict[str, list[str]]) -> str:
+    return f"no {name}" if name not in flags else shlex.join([name, *flags[name]])
+
+
+def other_folders(ablation: Ablation) -> list[str]:
+    """Run folders beside those of the YAML: of an axis value or a seed that stands there no more."""
+    wanted = {run.name for run in ablation.runs}
+    return sorted(path.parent.name for path in ablation.folder.glob("*/launch.json") if path.parent.name not in wanted)
+
+
+def take_lock(file: Path) -> int | None:
+    """Lock a file for as long as the returned descriptor, or a copy of it in a child, is open; None when it is taken.
+
+    The descriptor is above 100: scripts/slurm/lib.sh uses low ones of its own.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100)
+    os.close(descriptor)
+    return high
+
+
+def launch_lock(run: PlannedRun) -> int | None:
+    """The lock of a run's launches; None while one of them (or its trainers' torchrun) lives."""
+    return take_lock(run.folder.parent / "locks" / run.name)
+
+
+@contextlib.contextmanager
+def ablation_lock(ablation: Ablation) -> Iterator[None]:
+    """One `run` at a time. Raises LaunchError while another one is at work."""
+    descriptor = take_lock(ablation.folder / "locks" / ".ablation")
+    if descriptor is None:
+        raise LaunchError(f"another tools/ablate.py run is at work on {ablation.folder}: wait for it, or end it")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def end_orphans(run: PlannedRun) -> int:
+    """Kill trainers of this run that outlived a killed launch (call it with the launch lock held); returns how many.
+
+    They are known by the variable that they inherited from the launch; two trainers would write one checkpoint folder.
+    """
+    folder, ended = str(run.folder.resolve()), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(FOLDER_VARIABLE) == folder:
+                process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, timeout=30)
+    return len(ended)
