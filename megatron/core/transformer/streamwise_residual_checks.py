@@ -80,6 +80,32 @@ def check_max_forget(max_forget: float, *, needed: bool) -> None:
         raise ValueError(f"retention_max_forget must be at least 0 and below 1, got {max_forget}.")
 
 
+def check_bias(bias: Tensor | None, update: Tensor) -> None:
+    """Refuse a bias that is no floating tensor, or does not broadcast to the update's shape."""
+    if bias is None:
+        return
+    _check_activation("bias", bias)
+    try:
+        fits = torch.broadcast_shapes(bias.shape, update.shape) == update.shape and bias.shape[-1] == update.shape[-1]
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"bias must broadcast to the update's shape {tuple(update.shape)} with a last dimension of "
+            f"{update.shape[-1]}, got {tuple(bias.shape)}."
+        )
+    if bias.device != update.device:
+        raise ValueError(f"bias must be on the update's device {update.device}, got {bias.device}.")
+
+
+def check_dropout(probability: float) -> None:
+    """Refuse anything but a probability."""
+    if isinstance(probability, bool) or not isinstance(probability, int | float):
+        raise TypeError(f"dropout_probability must be a float, got {type(probability).__name__} ({probability!r}).")
+    if not 0 <= probability <= 1:
+        raise ValueError(f"dropout_probability must lie in [0, 1], got {probability}.")
+
+
 def check_output_dtype(output_dtype: torch.dtype | None, hidden_states: Tensor) -> torch.dtype:
     """The dtype of a read's result: `output_dtype`, or that of `hidden_states`."""
     if output_dtype is None:

@@ -1,0 +1,192 @@
+"""What a backend of the streamwise operators implements, at one of two levels.
+
+- StreamwiseKernels: functions of contiguous tensors and factors (eager, compiled). FactorOperators
+  (streamwise_residual_factor_operators) makes operators of them. `write_read_forward` and `write_read_backward` are
+  optional: FusedStreamwiseKernels has them; otherwise the separate kernels are composed.
+- StreamwiseOperators: whole operators on tensors of any shape and controllers (triton, which forms the sigmoids in
+  registers).
+
+streamwise_residual_autograd asks streamwise_residual_backends for operators once per call, in the forward; its backward
+uses the same ones.
+
+Tensor names: n tokens, k streams, d branch width, p padded controller; a bare x or y has shape [..., K*D], u and z
+[..., D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.streamwise_residual_controllers import Controller
+
+
+class StreamwiseKernels(Protocol):
+    """Kernels that take factors. Inputs are contiguous; factors have the dtype in which sums are accumulated."""
+
+    def read_forward(self, x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype) -> Tensor:
+        """z_nd = sum_k f_k X_k."""
+
+    def read_backward(
+        self, grad_z_nd: Tensor, x_nkd: Tensor | None, factor_k: Tensor, x_dtype: torch.dtype, *, wants_grad_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(f_k gZ in x_dtype, sum_nd X_k gZ); the first is None unless wanted, the second where x_nkd is."""
+
+    def write_forward(self, x_nkd: Tensor, u_nd: Tensor, factor_k: Tensor, retention_k: Tensor | None) -> Tensor:
+        """y_nkd = g_k X_k + w_k u in the dtype of X."""
+
+    def write_backward(
+        self,
+        grad_y_nkd: Tensor,
+        x_nkd: Tensor | None,
+        u_nd: Tensor | None,
+        factor_k: Tensor,
+        retention_k: Tensor | None,
+        u_dtype: torch.dtype,
+        *,
+        wants_grad_u: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """(g_k gY_k, sum_k w_k gY_k in u_dtype, sum_nd u gY_k, sum_nd X_k gY_k).
+
+        An entry is None where retention_k is None, wants_grad_u is False, u_nd or x_nkd is None, in this order. Sums
+        over tokens are fp64.
+        """
+
+
+class FusedStreamwiseKernels(StreamwiseKernels, Protocol):
+    """StreamwiseKernels that bring the write and the read after it as one pass over the stream."""
+
+    def write_read_forward(
+        self,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+        z_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """(y_nkd, z_nd): Y_k = g_k X_k + w_k u rounded to the dtype of X, z = sum_k r_k Y_k of the rounded Y.
+
+        Bit-equal to write_forward and then read_forward.
+        """
+
+    def write_read_backward(
+        self,
+        grad_y_nkd: Tensor,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """(dX_nkd, du_nd in the dtype of u, sum_nd u T_k, sum_nd X_k T_k or None without retention, sum_nd Y_k gZ).
+
+        T_k = gY_k + r_k gZ; dX_k = g_k T_k; du = sum_k w_k T_k. Y_k = g_k X_k + w_k u is computed again, rounded to the
+        dtype of X as in the forward. The result never shares memory with an input. Sums over tokens are fp64. Composed
+        of the separate kernels, r_k gZ and T_k are rounded to the dtype of X; a fused kernel may keep them in the dtype
+        of the factors.
+        """
+
+
+@dataclass(frozen=True)
+class StreamwiseUpdate:
+    """What a write adds: u, or dropout(u + bias) with one mask for all streams where the backend fuses that.
+
+    Args:
+        u: [..., D]; None in a backward that does not need it.
+        dtype: that of u.
+        bias_d: [D] or None.
+        dropout: probability of a zero.
+        seed: [1] int64 on the device of u: what the mask is made of. None without dropout.
+    """
+
+    u: Tensor | None
+    dtype: torch.dtype
+    bias_d: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """u, which must be there."""
+        assert self.u is not None, "the update was not saved"
+        return self.u
+
+
+class WriteGradients(NamedTuple):
+    """Gradients of a write; None where not wanted. grad_u is that of `u` before bias and dropout."""
+
+    grad_x: Tensor | None
+    grad_u: Tensor | None
+    grad_write_p: Tensor | None
+    grad_retention_p: Tensor | None
+
+
+class WriteReadGradients(NamedTuple):
+    """Gradients of a write and the read after it; grad_retention_p is None without retention."""
+
+    grad_x: Tensor
+    grad_u: Tensor
+    grad_write_p: Tensor
+    grad_retention_p: Tensor | None
+    grad_read_p: Tensor
+
+
+class StreamwiseOperators(Protocol):
+    """Whole operators. Every tensor may have any strides."""
+
+    name: str
+    fuses_update: bool
+    """Whether bias and dropout of a StreamwiseUpdate are honoured; where not, callers apply them before."""
+
+    def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
+        """z = sum_k f_k X_k."""
+
+    def read_backward(
+        self, grad_z: Tensor, x: Tensor | None, read: Controller, x_dtype: torch.dtype, *, wants_grad_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dX in x_dtype where wanted, gradient of the controller where x is given)."""
+
+    def write_forward(
+        self, x: Tensor, update: StreamwiseUpdate, write: Controller, retention: Controller | None
+    ) -> Tensor:
+        """Y_k = g_k X_k + w_k u."""
+
+    def write_backward(
+        self,
+        grad_y: Tensor,
+        x: Tensor | None,
+        update: StreamwiseUpdate,
+        write: Controller,
+        retention: Controller | None,
+        *,
+        wants_grad_x: bool,
+        wants_grad_u: bool,
+    ) -> WriteGradients:
+        """The write's gradient needs update.u, retention's needs x; without retention dX is grad_y itself."""
+
+    def write_read_forward(
+        self,
+        x: Tensor,
+        update: StreamwiseUpdate,
+        write: Controller,
+        retention: Controller | None,
+        read: Controller,
+        z_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """(Y, z = sum_k r_k Y_k)."""
+
+    def write_read_backward(
+        self,
+        grad_y: Tensor,
+        grad_z: Tensor,
+        x: Tensor,
+        update: StreamwiseUpdate,
+        write: Controller,
+        retention: Controller | None,
+        read: Controller,
+    ) -> WriteReadGradients:
+        """All gradients of both, Y computed again."""
