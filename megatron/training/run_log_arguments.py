@@ -114,6 +114,9 @@ def complete_run_log_arguments(args: Namespace) -> None:
     """Put the defaults in the place of what was not given, and tags separated by commas apart."""
     if args.log_streams_interval is None:
         args.log_streams_interval = DEFAULT_STREAMS_INTERVAL if args.wide_residual is not None else 0
+    if args.wandb_project:
+        # What wandb is asked for shows a run's speed and memory too; upstream's flags for them are off by default.
+        args.log_throughput = args.log_timers_to_tensorboard = args.log_memory_to_tensorboard = True
     if args.wandb_timeout is None:
         args.wandb_timeout = DEFAULT_WANDB_TIMEOUT
     if args.wandb_tags is not None:
