@@ -1,7 +1,7 @@
 """Compiled CPU kernels of the streamwise operators: builds streamwise_residual_cpu.cpp once and calls it.
 
 Chosen by streamwise_residual_backends for CPU tensors, used by streamwise_residual_ops. The first use on a machine runs
-the C++ compiler (`$CXX`, else c++; about 2 s) and keeps the library under `$MEGATRON_STREAMWISE_CACHE`, by default
+the C++ compiler (`$CXX`, else c++; about 4 s) and keeps the library under `$MEGATRON_STREAMWISE_CACHE`, by default
 ~/.cache/megatron-wide-residual; later processes load it from there. The file's name is a digest of the source, the
 compiler, its flags and the CPU's features, so a home folder shared by different machines is safe, and it is renamed
 into place, so processes that build at once do not disturb each other.
@@ -32,11 +32,18 @@ from megatron.core.transformer import streamwise_residual_kernels as eager
 
 CACHE_VARIABLE = "MEGATRON_STREAMWISE_CACHE"
 SOURCE = Path(__file__).with_name("streamwise_residual_cpu.cpp")
+_HEADER = Path(__file__).with_name("streamwise_residual_vectors.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 TOKEN_BLOCK = 16  # of the C++ source: tokens per partial sum
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float64: "double"}
-_POINTERS = {"read_forward": 3, "read_backward": 6, "write_forward": 5, "write_backward": 10}
+_POINTERS = {  # arguments of each function behind n, k, d and the number of threads
+    "read_forward": 3,
+    "read_backward": 6,
+    "write_backward": 10,
+    "write_read_forward": 7,
+    "write_read_backward": 13,
+}
 
 
 class CompiledKernelsError(RuntimeError):
@@ -72,7 +79,7 @@ def _cache_folder() -> Path:
 def _digest(compiler: str) -> str:
     """Names a build: source, compiler and its version, flags, CPU features."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), compiler, version, *FLAGS, _cpu_features()]
+    parts = [SOURCE.read_text(), _HEADER.read_text(), compiler, version, *FLAGS, _cpu_features()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -146,11 +153,12 @@ class CompiledKernels:
 
     def write_forward(self, x_nkd: Tensor, u_nd: Tensor, factor_k: Tensor, retention_k: Tensor | None) -> Tensor:
         n, k, d = x_nkd.shape
-        call = self._function("write_forward", x_nkd.dtype, u_nd.dtype, factor_k.dtype)
+        call = self._function("write_read_forward", x_nkd.dtype, u_nd.dtype, factor_k.dtype)
         if call is None:
             return eager.write_forward(x_nkd, u_nd, factor_k, retention_k)
         y_nkd = torch.empty_like(x_nkd)
-        call(n, k, d, torch.get_num_threads(), *map(_pointer, (x_nkd, u_nd, factor_k, retention_k, y_nkd)))
+        pointers = map(_pointer, (x_nkd, u_nd, factor_k, retention_k, None, y_nkd, None))
+        call(n, k, d, torch.get_num_threads(), *pointers)
         return y_nkd
 
     def write_backward(
@@ -178,6 +186,78 @@ class CompiledKernels:
         outputs = (grad_x_nkd, grad_u_nd, _partial_sums(n, 2 * k), grad_factor_k, grad_retention_k)
         call(n, k, d, torch.get_num_threads(), *map(_pointer, inputs + outputs))
         return grad_x_nkd, grad_u_nd, grad_factor_k, grad_retention_k
+
+    def write_read_forward(
+        self,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+        z_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        n, k, d = x_nkd.shape
+        call = None
+        if u_nd.dtype is z_dtype:
+            call = self._function("write_read_forward", x_nkd.dtype, z_dtype, write_factor_k.dtype)
+        if call is None:
+            y_nkd = self.write_forward(x_nkd, u_nd, write_factor_k, retention_k)
+            return y_nkd, self.read_forward(y_nkd, read_factor_k, z_dtype)
+        y_nkd, z_nd = torch.empty_like(x_nkd), torch.empty_like(u_nd)
+        pointers = map(_pointer, (x_nkd, u_nd, write_factor_k, retention_k, read_factor_k, y_nkd, z_nd))
+        call(n, k, d, torch.get_num_threads(), *pointers)
+        return y_nkd, z_nd
+
+    def write_read_backward(
+        self,
+        grad_y_nkd: Tensor,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        n, k, d = x_nkd.shape
+        call = None
+        if u_nd.dtype is grad_z_nd.dtype:
+            call = self._function("write_read_backward", x_nkd.dtype, u_nd.dtype, write_factor_k.dtype)
+        if call is None:
+            return self._separate_backward(
+                grad_y_nkd, grad_z_nd, x_nkd, u_nd, write_factor_k, retention_k, read_factor_k
+            )
+        grad_x_nkd, grad_u_nd = torch.empty_like(x_nkd), torch.empty_like(u_nd)
+        grad_write_k, grad_read_k = _sums(k), _sums(k)
+        grad_retention_k = None if retention_k is None else _sums(k)
+        inputs = (grad_y_nkd, grad_z_nd, x_nkd, u_nd, write_factor_k, retention_k, read_factor_k)
+        outputs = (grad_x_nkd, grad_u_nd, _partial_sums(n, 3 * k), grad_write_k, grad_retention_k, grad_read_k)
+        call(n, k, d, torch.get_num_threads(), *map(_pointer, inputs + outputs))
+        return grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k
+
+    def _separate_backward(
+        self,
+        grad_y_nkd: Tensor,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """write_read_backward by the backward of the read and then of the write, for dtypes without a kernel."""
+        y_nkd = self.write_forward(x_nkd, u_nd, write_factor_k, retention_k)
+        grad_nkd, grad_read_k = self.read_backward(grad_z_nd, y_nkd, read_factor_k, x_nkd.dtype, wants_grad_x=True)
+        assert grad_nkd is not None
+        assert grad_read_k is not None
+        grad_nkd += grad_y_nkd
+        kept_nkd = None if retention_k is None else x_nkd
+        grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k = self.write_backward(
+            grad_nkd, kept_nkd, u_nd, write_factor_k, retention_k, u_nd.dtype, wants_grad_u=True
+        )
+        assert grad_u_nd is not None
+        assert grad_write_k is not None
+        grad_x_nkd = grad_nkd if grad_x_nkd is None else grad_x_nkd
+        return grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -4,234 +4,273 @@
 // contiguous memory. Sums are held in float (double for double inputs) and rounded once, at the store.
 //
 // What always holds: the arithmetic of a token does not depend on the number of tokens or threads, and the sums over
-// tokens are made over blocks of TOKEN_BLOCK tokens in a fixed order, so results are the same bits for any thread count.
+// tokens are made over blocks of TOKEN_BLOCK tokens in a fixed order, so results are the same bits for any number of
+// threads.
 //
-// Names: n tokens, k streams, d branch width; X wide stream [n, k, d], u and z branch tensors [n, d].
+// Names: n tokens, k streams, d branch width; X wide stream [n, k, d], u and z branch tensors [n, d]; w write, g
+// retention and f read factors [k].
 
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
+#include <algorithm>
+
+#include "streamwise_residual_vectors.h"
 
 namespace {
 
-constexpr int64_t TOKEN_BLOCK = 16;      // tokens per partial sum of a controller's gradient
-constexpr int64_t WIDTH_BLOCK = 256;     // elements of a row that stay in the first cache while streams are mixed
+using namespace streamwise;
+
+constexpr int64_t TOKEN_BLOCK = 16;           // tokens per partial sum of a controller's gradient
+constexpr int64_t WIDTH_BLOCK = 1024;         // elements of a row that stay in the first cache while streams are mixed
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region costs more than it saves
-
-struct bf16 {
-  uint16_t bits;
-};
-
-inline float load(float value) { return value; }
-inline double load(double value) { return value; }
-inline float load(bf16 value) {
-  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
-inline void store(float &to, float value) { to = value; }
-inline void store(double &to, double value) { to = value; }
-inline void store(bf16 &to, float value) {  // round to nearest even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  to.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
+constexpr int64_t AHEAD = 4096;               // bytes; the processor's own prefetchers stop at the end of a page
 
 int threads_for(int64_t elements, int threads) { return elements < SERIAL_ELEMENTS ? 1 : threads; }
 
-// A row of at most WIDTH_BLOCK elements in the accumulation type: the row itself where it has that type, else `buffer`.
+// Calls body(start, length) for consecutive blocks of a row.
+template <class Body>
+inline void for_blocks(int64_t d, Body body) {
+  for (int64_t start = 0; start < d; start += WIDTH_BLOCK) body(start, std::min(WIDTH_BLOCK, d - start));
+}
+
+// A row in the accumulation type: itself where it has that type, else `buffer`
 template <class A>
-inline const A *widen(const A *row, A *, int64_t) {
+inline const A *in_accumulation_type(const A *row, A *, int64_t) {
   return row;
 }
 template <class A, class T>
-inline const A *widen(const T *row, A *buffer, int64_t length) {
-#pragma omp simd
-  for (int64_t i = 0; i < length; i++) buffer[i] = load(row[i]);
+inline const A *in_accumulation_type(const T *row, A *buffer, int64_t length) {
+  copy_row<A>(row, buffer, length);
   return buffer;
 }
 
-template <class A, class TX, class TV>
-inline A dot(const TX *x, const TV *v, int64_t length) {
-  A product = 0;
-#pragma omp simd reduction(+ : product)
-  for (int64_t i = 0; i < length; i++) product += load(x[i]) * load(v[i]);
-  return product;
+// z = sum_s f_s x_s of one block. Streams are added in pairs of pairs, so that four or eight equal streams, read by 1/4
+// or 1/8 each, give the stream exactly. Unless IN_CACHE, the same rows of the next token are asked for.
+template <bool IN_CACHE, class A, class TX, class TU>
+inline void read_block(int64_t k, int64_t d, const TX *x, const A *f, TU *z, int64_t length) {
+  const int64_t next_token = k * d * sizeof(TX);
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+    lanes<A> sum = {};
+    int64_t s = 0;
+    for (; s + 4 <= k; s += 4) {
+      const TX *row = x + s * d + i;
+      if (!IN_CACHE)
+        for (int r = 0; r < 4; r++) prefetch(row + r * d, next_token);
+      sum += (f[s] * load<A>(row, count) + f[s + 1] * load<A>(row + d, count)) +
+             (f[s + 2] * load<A>(row + 2 * d, count) + f[s + 3] * load<A>(row + 3 * d, count));
+    }
+    for (; s < k; s++) {
+      if (!IN_CACHE) prefetch(x + s * d + i, next_token);
+      sum += f[s] * load<A>(x + s * d + i, count);
+    }
+    store<A>(z + i, sum, count);
+  });
 }
 
-template <class A, class TV, class TZ>
-inline void scale(const TV *v, A factor, TZ *out, int64_t length) {
-#pragma omp simd
-  for (int64_t i = 0; i < length; i++) store(out[i], factor * load(v[i]));
-}
-
+// y_s = g_s x_s + w_s u of one block; g may be null
 template <class A, class TX>
-inline void accumulate(const TX *x, A factor, A *sum, int64_t length) {
-#pragma omp simd
-  for (int64_t i = 0; i < length; i++) sum[i] += factor * load(x[i]);
-}
-
-// The same for four rows, `stride` apart. Added in pairs, so that four or eight equal streams, read by 1/4 or 1/8 each,
-// give the stream exactly.
-template <class A, class TX>
-inline void accumulate_four(const TX *x, int64_t stride, const A *f, A *sum, int64_t length) {
-  const TX *x1 = x + stride, *x2 = x1 + stride, *x3 = x2 + stride;
-  const A f0 = f[0], f1 = f[1], f2 = f[2], f3 = f[3];
-#pragma omp simd
-  for (int64_t i = 0; i < length; i++)
-    sum[i] += (f0 * load(x[i]) + f1 * load(x1[i])) + (f2 * load(x2[i]) + f3 * load(x3[i]));
-}
-
-// accumulate() and dot() of one row in one loop
-template <class A, class TX>
-inline A accumulate_and_dot(const TX *x, A factor, A *sum, const A *v, int64_t length) {
-  A product = 0;
-#pragma omp simd reduction(+ : product)
-  for (int64_t i = 0; i < length; i++) {
-    const A value = load(x[i]);
-    sum[i] += factor * value;
-    product += v[i] * value;
+inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, TX *y, int64_t length) {
+  for (int64_t s = 0; s < k; s++) {
+    const TX *from = x + s * d;
+    TX *to = y + s * d;
+    if (g)
+      for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+        prefetch(from + i, AHEAD);
+        store<A>(to + i, g[s] * load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
+      });
+    else
+      for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+        prefetch(from + i, AHEAD);
+        store<A>(to + i, load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
+      });
   }
-  return product;
-}
-
-// scale() and dot() of one row in one loop
-template <class A, class TV, class TX>
-inline A scale_and_dot(const TV *v, A factor, TX *out, const TX *x, int64_t length) {
-  A product = 0;
-#pragma omp simd reduction(+ : product)
-  for (int64_t i = 0; i < length; i++) {
-    const A value = load(v[i]);
-    store(out[i], factor * value);
-    product += load(x[i]) * value;
-  }
-  return product;
-}
-
-template <bool IS_KEPT_SCALED, class A, class TX>
-inline void add_scaled(const TX *x, A kept, const A *v, A factor, TX *out, int64_t length) {
-#pragma omp simd
-  for (int64_t i = 0; i < length; i++) {
-    A value = load(x[i]);
-    if (IS_KEPT_SCALED) value *= kept;
-    store(out[i], value + factor * v[i]);
-  }
-}
-
-// Calls body(start, length) for consecutive blocks of a row; the length of all but the last is a constant.
-template <class Body>
-inline void for_blocks(int64_t d, Body body) {
-  int64_t start = 0;
-  for (; start + WIDTH_BLOCK <= d; start += WIDTH_BLOCK) body(start, std::integral_constant<int64_t, WIDTH_BLOCK>());
-  if (start < d) body(start, d - start);
 }
 
 template <class TX, class TU, class A>
 void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
   for (int64_t t = 0; t < n; t++)
-    for_blocks(d, [&](int64_t start, auto length) {
-      const TX *row = x + t * k * d + start;
-      A sum[WIDTH_BLOCK] = {};
-      int64_t s = 0;
-      for (; s + 4 <= k; s += 4) accumulate_four(row + s * d, d, f + s, sum, length);
-      for (; s < k; s++) accumulate(row + s * d, f[s], sum, length);
-      scale(sum, A(1), z + t * d + start, length);
+    for_blocks(d, [&](int64_t start, int64_t length) {
+      read_block<false>(k, d, x + t * k * d + start, f, z + t * d + start, length);
     });
 }
 
+// The write, and with f and z the read of what it stored: the same bits as the two calls.
 template <class TX, class TU, class A>
-void write_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, const A *w, const A *g,
-                   TX *y) {
+void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, const A *w, const A *g,
+                        const A *f, TX *y, TU *z) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
   for (int64_t t = 0; t < n; t++)
-    for_blocks(d, [&](int64_t start, auto length) {
+    for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
-      const A *update = widen<A>(u + t * d + start, buffer, length);
-      for (int64_t s = 0; s < k; s++) {
-        const int64_t row = (t * k + s) * d + start;
-        if (g)
-          add_scaled<true>(x + row, g[s], update, w[s], y + row, length);
-        else
-          add_scaled<false>(x + row, A(1), update, w[s], y + row, length);
-      }
+      const A *update = in_accumulation_type(u + t * d + start, buffer, length);
+      const int64_t row = t * k * d + start;
+      write_block(k, d, x + row, update, w, g, y + row, length);
+      if (z) read_block<true>(k, d, y + row, f, z + t * d + start, length);
     });
 }
 
 int64_t token_blocks(int64_t n) { return (n + TOKEN_BLOCK - 1) / TOKEN_BLOCK; }
 
-// total[s] = sum over blocks of partial[block][s], in order
-void sum_blocks(int64_t blocks, int64_t k, const double *partial, double *total) {
-  for (int64_t s = 0; s < k; s++) total[s] = 0;
-  for (int64_t b = 0; b < blocks; b++)
-    for (int64_t s = 0; s < k; s++) total[s] += partial[b * k + s];
+// Calls body(token, sums) for every token; `sums`, of `count` numbers, are the token block's own, zero at its start.
+template <class Body>
+inline void for_tokens_with_sums(int64_t n, int64_t count, int threads, double *partial, Body body) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t b = 0; b < token_blocks(n); b++) {
+    double *sums = partial + b * count;
+    for (int64_t s = 0; s < count; s++) sums[s] = 0;
+    for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++) body(t, sums);
+  }
+}
+
+// result[s] = sum over blocks of partial[block][first + s], in order, for k of `count` numbers; result may be null
+void sum_blocks(int64_t n, int64_t count, const double *partial, int64_t first, int64_t k, double *result) {
+  if (!result) return;
+  for (int64_t s = 0; s < k; s++) result[s] = 0;
+  for (int64_t b = 0; b < token_blocks(n); b++)
+    for (int64_t s = 0; s < k; s++) result[s] += partial[b * count + first + s];
+}
+
+// In the rows of all backwards, loads come before stores: rows are often a multiple of 4 KiB apart, and a load waits
+// for an earlier store to an address with the same last 12 bits.
+
+// One row of a read's backward: grad_x = f grad_z where HAS_X; returns sum x grad_z where HAS_F.
+template <bool HAS_X, bool HAS_F, class A, class TX>
+inline A read_backward_row(const A *grad_z, const TX *x, A f, TX *grad_x, int64_t length) {
+  lanes<A> product[2] = {};
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
+    const lanes<A> grad = load<A>(grad_z + i, count);
+    if (HAS_F) {
+      prefetch(x + i, AHEAD);
+      product[slot] += load<A>(x + i, count) * grad;
+    }
+    if (HAS_X) store<A>(grad_x + i, f * grad, count);
+  });
+  return HAS_F ? total<A>(product[0] + product[1]) : A(0);
 }
 
 // grad_x = f_k grad_z, grad_f = sum X_k grad_z. Either may be null, x too where grad_f is. partial is [blocks, k].
 template <class TX, class TU, class A>
 void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, const A *f, TX *grad_x,
                    double *partial, double *grad_f) {
-  const int64_t blocks = token_blocks(n);
-#pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t b = 0; b < blocks; b++) {
-    double *sum_f = partial + b * k;
-    for (int64_t s = 0; s < k; s++) sum_f[s] = 0;
-    for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++)
-      for_blocks(d, [&](int64_t start, auto length) {
-        A buffer[WIDTH_BLOCK];
-        const A *grad = widen<A>(grad_z + t * d + start, buffer, length);
-        for (int64_t s = 0; s < k; s++) {
-          const int64_t row = (t * k + s) * d + start;
-          if (grad_x && grad_f)
-            sum_f[s] += scale_and_dot(grad, f[s], grad_x + row, x + row, length);
-          else if (grad_x)
-            scale(grad, f[s], grad_x + row, length);
-          else
-            sum_f[s] += dot<A>(x + row, grad, length);
-        }
-      });
-  }
-  if (grad_f) sum_blocks(blocks, k, partial, grad_f);
+  for_tokens_with_sums(n, k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sum_f) {
+    for_blocks(d, [&](int64_t start, int64_t length) {
+      A buffer[WIDTH_BLOCK];
+      const A *grad = in_accumulation_type(grad_z + t * d + start, buffer, length);
+      for (int64_t s = 0; s < k; s++) {
+        const int64_t row = (t * k + s) * d + start;
+        if (grad_x && grad_f)
+          sum_f[s] += read_backward_row<true, true>(grad, x + row, f[s], grad_x + row, length);
+        else if (grad_x)
+          read_backward_row<true, false>(grad, x, f[s], grad_x + row, length);
+        else
+          sum_f[s] += read_backward_row<false, true>(grad, x + row, f[s], grad_x, length);
+      }
+    });
+  });
+  sum_blocks(n, k, partial, 0, k, grad_f);
+}
+
+// One row of a write's backward: sum_u += w grad_y, grad_x = g grad_y, and the products of u and x with grad_y, added
+// to sum_w and sum_g. The flags HAS_U, HAS_X, HAS_W, HAS_G say which.
+template <bool HAS_U, bool HAS_X, bool HAS_W, bool HAS_G, class A, class TX>
+void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *sum_u, TX *grad_x, double *sum_w,
+                        double *sum_g, int64_t length) {
+  lanes<A> product_w[2] = {}, product_g[2] = {};
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
+    prefetch(grad_y + i, AHEAD);
+    if (HAS_G) prefetch(x + i, AHEAD);
+    const lanes<A> grad = load<A>(grad_y + i, count);
+    if (HAS_G) product_g[slot] += load<A>(x + i, count) * grad;
+    if (HAS_W) product_w[slot] += load<A>(u + i, count) * grad;
+    if (HAS_U) store<A>(sum_u + i, load<A>(sum_u + i, count) + w * grad, count);
+    if (HAS_X) store<A>(grad_x + i, g * grad, count);
+  });
+  if (HAS_W) *sum_w += total<A>(product_w[0] + product_w[1]);
+  if (HAS_G) *sum_g += total<A>(product_g[0] + product_g[1]);
+}
+
+template <class A, class TX>
+using WriteBackwardRow = void (*)(const TX *, const TX *, const A *, A, A, A *, TX *, double *, double *, int64_t);
+
+template <class A, class TX>
+WriteBackwardRow<A, TX> write_backward_row_for(bool has_u, bool has_x, bool has_w, bool has_g) {
+#define STREAMWISE_ROWS(U, X)                                                                   \
+  {write_backward_row<U, X, false, false, A, TX>, write_backward_row<U, X, false, true, A, TX>, \
+   write_backward_row<U, X, true, false, A, TX>, write_backward_row<U, X, true, true, A, TX>}
+  static const WriteBackwardRow<A, TX> rows[4][4] = {STREAMWISE_ROWS(false, false), STREAMWISE_ROWS(false, true),
+                                                     STREAMWISE_ROWS(true, false), STREAMWISE_ROWS(true, true)};
+#undef STREAMWISE_ROWS
+  return rows[2 * has_u + has_x][2 * has_w + has_g];
 }
 
 // grad_x = g_k grad_y, grad_u = sum_k w_k grad_y_k, grad_w = sum u grad_y_k, grad_g = sum X_k grad_y_k. Each result may
-// be null, and what it alone is made from then too. partial is [2, blocks, k].
+// be null, and what it alone is made from then too. partial is [blocks, 2, k].
 template <class TX, class TU, class A>
 void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TX *x, const TU *u,
                     const A *w, const A *g, TX *grad_x, TU *grad_u, double *partial, double *grad_w, double *grad_g) {
-  const int64_t blocks = token_blocks(n);
-#pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t b = 0; b < blocks; b++) {
-    double *sum_w = partial + b * k, *sum_g = sum_w + blocks * k;
-    for (int64_t s = 0; s < k; s++) sum_w[s] = sum_g[s] = 0;
-    for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++)
-      for_blocks(d, [&](int64_t start, auto length) {
-        A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK] = {};
-        const A *update = grad_w ? widen<A>(u + t * d + start, buffer, length) : nullptr;
-        for (int64_t s = 0; s < k; s++) {
-          const int64_t row = (t * k + s) * d + start;
-          const TX *grad = grad_y + row;
-          if (grad_u && grad_w)
-            sum_w[s] += accumulate_and_dot(grad, w[s], sum_u, update, length);
-          else if (grad_u)
-            accumulate(grad, w[s], sum_u, length);
-          else if (grad_w)
-            sum_w[s] += dot<A>(grad, update, length);
-          if (grad_x && grad_g)
-            sum_g[s] += scale_and_dot(grad, g[s], grad_x + row, x + row, length);
-          else if (grad_x)
-            scale(grad, g[s], grad_x + row, length);
-          else if (grad_g)
-            sum_g[s] += dot<A>(grad, x + row, length);
-        }
-        if (grad_u) scale(sum_u, A(1), grad_u + t * d + start, length);
-      });
-  }
-  if (grad_w) sum_blocks(blocks, k, partial, grad_w);
-  if (grad_g) sum_blocks(blocks, k, partial + blocks * k, grad_g);
+  const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, grad_w, grad_g);
+  for_tokens_with_sums(n, 2 * k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sums) {
+    for_blocks(d, [&](int64_t start, int64_t length) {
+      A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
+      if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
+      const A *update = grad_w ? in_accumulation_type(u + t * d + start, buffer, length) : nullptr;
+      for (int64_t s = 0; s < k; s++) {
+        const int64_t row = (t * k + s) * d + start;
+        backward_row(grad_y + row, grad_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
+                     grad_x ? grad_x + row : nullptr, sums + s, sums + k + s, length);
+      }
+      if (grad_u) copy_row<A>(sum_u, grad_u + t * d + start, length);
+    });
+  });
+  sum_blocks(n, 2 * k, partial, 0, k, grad_w);
+  sum_blocks(n, 2 * k, partial, k, k, grad_g);
+}
+
+// One row of the backward of a write and read. T = grad_y + f grad_z: sum_u += w T, grad_x = g T, and the products of u
+// and x with T, and of y = g x + w u, computed again, with grad_z. g is 1 without HAS_G, and there is no sum_g.
+template <bool HAS_G, class A, class TX>
+inline void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, const A *u, A w, A g, A f, A *sum_u,
+                                    TX *grad_x, double *sum_w, double *sum_g, double *sum_f, int64_t length) {
+  lanes<A> product_w[2] = {}, product_g[2] = {}, product_f[2] = {};
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
+    prefetch(grad_y + i, AHEAD);
+    prefetch(x + i, AHEAD);
+    const lanes<A> grad_read = load<A>(grad_z + i, count), update = load<A>(u + i, count);
+    const lanes<A> kept = load<A>(x + i, count);
+    const lanes<A> grad = load<A>(grad_y + i, count) + f * grad_read;
+    product_f[slot] += grad_read * rounded<TX, A>((HAS_G ? g * kept : kept) + w * update);
+    product_w[slot] += update * grad;
+    if (HAS_G) product_g[slot] += kept * grad;
+    store<A>(sum_u + i, load<A>(sum_u + i, count) + w * grad, count);
+    store<A>(grad_x + i, HAS_G ? g * grad : grad, count);
+  });
+  *sum_w += total<A>(product_w[0] + product_w[1]);
+  if (HAS_G) *sum_g += total<A>(product_g[0] + product_g[1]);
+  *sum_f += total<A>(product_f[0] + product_f[1]);
+}
+
+// All gradients of a write and read; g and grad_g are null without retention. partial is [blocks, 3, k].
+template <class TX, class TU, class A>
+void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x,
+                         const TU *u, const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial,
+                         double *grad_w, double *grad_g, double *grad_f) {
+  for_tokens_with_sums(n, 3 * k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sums) {
+    for_blocks(d, [&](int64_t start, int64_t length) {
+      A update_buffer[WIDTH_BLOCK], grad_buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
+      std::memset(sum_u, 0, length * sizeof(A));
+      const A *update = in_accumulation_type(u + t * d + start, update_buffer, length);
+      const A *grad = in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
+      for (int64_t s = 0; s < k; s++) {
+        const int64_t row = (t * k + s) * d + start;
+        (g ? write_read_backward_row<true, A, TX> : write_read_backward_row<false, A, TX>)(
+            grad_y + row, grad, x + row, update, w[s], g ? g[s] : A(1), f[s], sum_u, grad_x + row, sums + s,
+            sums + k + s, sums + 2 * k + s, length);
+      }
+      copy_row<A>(sum_u, grad_u + t * d + start, length);
+    });
+  });
+  sum_blocks(n, 3 * k, partial, 0, k, grad_w);
+  sum_blocks(n, 3 * k, partial, k, k, grad_g);
+  sum_blocks(n, 3 * k, partial, 2 * k, k, grad_f);
 }
 
 }  // namespace
@@ -245,14 +284,21 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
                                          const TX *x, const A *f, TX *grad_x, double *partial, double *grad_f) {     \
     read_backward(n, k, d, threads, grad_z, x, f, grad_x, partial, grad_f);                                          \
   }                                                                                                                  \
-  extern "C" void write_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u,     \
-                                         const A *w, const A *g, TX *y) {                                            \
-    write_forward(n, k, d, threads, x, u, w, g, y);                                                                  \
-  }                                                                                                                  \
   extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,            \
                                           const TX *x, const TU *u, const A *w, const A *g, TX *grad_x, TU *grad_u,  \
                                           double *partial, double *grad_w, double *grad_g) {                         \
     write_backward(n, k, d, threads, grad_y, x, u, w, g, grad_x, grad_u, partial, grad_w, grad_g);                   \
+  }                                                                                                                  \
+  extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x,             \
+                                              const TU *u, const A *w, const A *g, const A *f, TX *y, TU *z) {       \
+    write_read_forward(n, k, d, threads, x, u, w, g, f, y, z);                                                       \
+  }                                                                                                                  \
+  extern "C" void write_read_backward_##SUFFIX(                                                                      \
+      int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,    \
+      const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial, double *grad_w, double *grad_g,   \
+      double *grad_f) {                                                                                              \
+    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, w, g, f, grad_x, grad_u, partial, grad_w, grad_g,    \
+                        grad_f);                                                                                     \
   }
 
 STREAMWISE_KERNELS(float_float, float, float, float)

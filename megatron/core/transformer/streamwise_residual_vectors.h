@@ -1,0 +1,144 @@
+// Rows of memory as vectors of the machine's widest registers, in the portable notation of GCC and clang.
+//
+//   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {       // A: float or double, in which one computes
+//     sum[slot] += load<A>(row + i, count) * factor;                     // row: float, bf16 or double
+//     store<A>(out + i, load<A>(row + i, count) * factor, count);
+//   });
+//
+// Used by streamwise_residual_cpu.cpp. Explicit vectors, because compilers left to themselves turn the conversions from
+// and to bf16 into many narrow operations.
+//
+// What always holds: bf16 is rounded to nearest even, subnormal numbers are kept (the processor's own conversion would
+// make them zero), and NaN stays NaN.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace streamwise {
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// lanes<A>: COUNT<A> numbers of the accumulation type A
+template <class A>
+struct Vector;
+template <>
+struct Vector<float> {
+  typedef float type __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <>
+struct Vector<double> {
+  typedef double type __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <class A>
+using lanes = typename Vector<A>::type;
+typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+template <class A>
+constexpr int64_t COUNT = VECTOR_BYTES / sizeof(A);
+template <class A>
+using All = std::integral_constant<int64_t, COUNT<A>>;
+
+// The bits of one vector as another
+template <class To, class From>
+inline To as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Vectors as they lie in memory, and back
+inline lanes<float> widen(lanes<float> value) { return value; }
+inline lanes<double> widen(lanes<double> value) { return value; }
+inline lanes<float> widen(halves bits) { return as<lanes<float>>(__builtin_convertvector(bits, words) << 16); }
+inline void narrow(lanes<float> value, lanes<float> *to) { *to = value; }
+inline void narrow(lanes<double> value, lanes<double> *to) { *to = value; }
+inline void narrow(lanes<float> value, halves *to) {  // round to nearest even; NaN stays NaN
+  const words bits = as<words>(value);
+  const words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const words is_nan = as<words>((bits & 0x7fffffffu) > 0x7f800000u);
+  *to = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), halves);
+}
+template <class T>
+struct Stored {
+  using type = lanes<T>;
+};
+template <>
+struct Stored<bf16> {
+  using type = halves;
+};
+
+// `count` elements from memory, zeros behind them; `count` is All<A> but for the end of a row.
+template <class A, class T, class Count>
+inline lanes<A> load(const T *from, Count count) {
+  typename Stored<T>::type stored = {};
+  std::memcpy(&stored, from, count * sizeof(T));
+  return widen(stored);
+}
+template <class A, class T, class Count>
+inline void store(T *to, lanes<A> value, Count count) {
+  typename Stored<T>::type stored;
+  narrow(value, &stored);
+  std::memcpy(to, &stored, count * sizeof(T));
+}
+// What a store of T and a load make of a value
+template <class T, class A>
+inline lanes<A> rounded(lanes<A> value) {
+  typename Stored<T>::type stored;
+  narrow(value, &stored);
+  return widen(stored);
+}
+
+template <class A>
+inline A total(lanes<A> value) {
+  A parts[COUNT<A>];
+  std::memcpy(parts, &value, sizeof parts);
+  for (int64_t half = COUNT<A> / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; i++) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+// Calls body(start, count, slot) for the vectors of a row. Neighbours have different slots, 0 and 1, so that what is
+// summed up per slot does not wait for the last addition.
+template <class A, class Body>
+inline void for_vectors(int64_t length, Body body) {
+  constexpr All<A> all;
+  const std::integral_constant<int, 0> even;
+  const std::integral_constant<int, 1> odd;
+  int64_t i = 0;
+  for (; i + 2 * all <= length; i += 2 * all) {
+    body(i, all, even);
+    body(i + all, all, odd);
+  }
+  if (i + all <= length) {
+    body(i, all, even);
+    i += all;
+  }
+  if (i < length) body(i, length - i, odd);
+}
+
+// Asks for memory `bytes` ahead of `from`. Nothing is read, so it may lie behind the end.
+template <class T>
+inline void prefetch(const T *from, int64_t bytes) {
+  __builtin_prefetch(reinterpret_cast<const char *>(from) + bytes);
+}
+
+template <class A, class From, class To>
+inline void copy_row(const From *from, To *to, int64_t length) {
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) { store<A>(to + i, load<A>(from + i, count), count); });
+}
+
+}  // namespace streamwise
