@@ -20,6 +20,7 @@ As a script (what `run_cases` launches): torchrun harness_layouts.py PLAN.json, 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -212,6 +213,8 @@ class Recorder:
         """Observe the trainer's own `train_step` and `finalize_model_grads`; both still run."""
         train_step, finalize = training.train_step, training.finalize_model_grads
 
+        # Wrapped as copies of what they observe, so that a patch of upstream's functions knows these too.
+        @functools.wraps(train_step)
         def observed_step(*args: Any, **kwargs: Any) -> Any:
             outcome = train_step(*args, **kwargs)
             self.result.losses.append(_last_rank_value(outcome[0].get("lm loss")))
@@ -219,6 +222,7 @@ class Recorder:
             self.result.controllers = whole_controllers(args[2])
             return outcome
 
+        @functools.wraps(finalize)
         def observed_finalize(model: list[Any], *args: Any, **kwargs: Any) -> Any:
             outcome = finalize(model, *args, **kwargs)
             if not self.result.gradients:

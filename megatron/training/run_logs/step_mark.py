@@ -11,6 +11,7 @@ What always holds: a step is written down before it is sent, so a kill can leave
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from megatron.run_control.run_folder import write_whole
@@ -37,8 +38,6 @@ class StepMark:
             return False
         self.last = step
         if self._file is not None:
-            try:
+            with suppress(OSError):  # the save folder's trouble is the checkpoint's to report
                 write_whole(self._file, f"{step}\n")
-            except OSError:
-                pass  # the save folder's trouble is the checkpoint's to report
         return True

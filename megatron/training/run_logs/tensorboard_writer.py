@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +25,7 @@ from megatron.training.run_logs.warnings_once import warn_once
 _OVER_SAMPLES = " vs samples"
 
 
-def _silent_writer_thread(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
+def _silent_writer_thread(upstream: Callable[[Any], Any]) -> Callable[[Any], None]:
     """Return threading.excepthook without the traceback of TensorBoard's own thread, whose error reaches the writer."""
 
     def excepthook(args: Any) -> None:
@@ -62,10 +63,8 @@ class RunWriter(SummaryWriter):
         files, self._files = self._files, None
         warn_once("tensorboard", f"TensorBoard: cannot write to {self._folder} ({error}); nothing more is logged there")
         if files is not None:
-            try:
+            with suppress(Exception):  # of the same cause
                 files.close()
-            except Exception:
-                pass  # of the same cause
 
     def _write(self, method: str, *args: Any, **options: Any) -> None:
         if self._files is None:

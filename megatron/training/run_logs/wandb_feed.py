@@ -13,6 +13,7 @@ wandb raises is one warning.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import shutil
 import threading
@@ -141,10 +142,8 @@ class WandbFeed:
         self._exit_code = exit_code
         deadline = time.monotonic() + self._plan.timeout
         self._send_row()
-        try:
+        with contextlib.suppress(queue.Full):
             self._tasks.put(None, timeout=self._plan.timeout)
-        except queue.Full:
-            pass
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             warn_once(

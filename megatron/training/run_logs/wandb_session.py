@@ -72,7 +72,8 @@ def start_session(plan: SessionPlan) -> Any:
     options: dict[str, Any] = {"init_timeout": plan.timeout, "finish_timeout": plan.timeout}
     known = getattr(wandb.Settings, "model_fields", {})
     settings = wandb.Settings(**{name: value for name, value in options.items() if name in known})
-    what = {"project": plan.project, "entity": plan.entity, "name": plan.name, "config": plan.config, "dir": folder}
+    what: dict[str, Any] = {name: getattr(plan, name) for name in ("project", "entity", "name", "config")}
+    what["dir"] = folder
     reason = _why_offline(wandb)
     if reason is None:
         try:

@@ -6,6 +6,6 @@ sums of all ranks), pictures (heat maps), monitor (when, and where it goes).
 What always holds: parameters, activations, gradients and random numbers are only read: losses are bit-equal with and
 without it.
 
-Shape suffixes: s sequence, b batch, n tokens, k streams, j streams too, d branch width D, w stream width K*D, r branches
-of the whole model.
+Shape suffixes: s sequence, b batch, n tokens, k and j streams, d branch width D, w stream width K*D, r branches of
+the whole model.
 """

@@ -119,7 +119,7 @@ def _layer_branches(layer: Any) -> Iterator[StreamBranch]:
 
 def local_branches(model_chunks: Iterable[torch.nn.Module]) -> list[StreamBranch]:
     """Return the branches of this rank's model chunks, in no particular order."""
-    branches = []
+    branches: list[StreamBranch] = []
     for chunk in model_chunks:
         for module in unwrap_model(chunk).modules():
             if isinstance(module, WideResidualBranches):
