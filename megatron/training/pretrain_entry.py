@@ -17,6 +17,7 @@ What always holds: an option that the user gives is never changed, and without a
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -191,8 +192,14 @@ def parse_training_arguments(
     """Return `validated_arguments`, made global (tokenizer, loggers, micro-batch calculator)."""
     from megatron.training.global_vars import set_global_variables
 
+    from megatron.cpu.replacements import Replacements
+    from megatron.patches import apply_patches
+    from megatron.training.run_logs.writers import PATCHES
+
     args = validated_arguments(host, extensions)
-    set_global_variables(args)
+    with Replacements() as replaced:
+        apply_patches(PATCHES, replaced)
+        set_global_variables(args)
     return args
 
 
@@ -212,7 +219,20 @@ def _patches_of_run(args: argparse.Namespace) -> list[Any]:
         patches += mixed_parameter_dtypes.PATCHES
     if args.wide_residual_learned_retention:
         patches.append(retention_weight_decay.PATCH)
+    if args.log_streams_interval:
+        from megatron.training.stream_health import monitor
+
+        patches += monitor.PATCHES
     return patches
+
+
+def _watched(model_config: Any, args: argparse.Namespace) -> Any:
+    """Have the model's streams reported while it trains, where it has some."""
+    if args.log_streams_interval:
+        from megatron.training.stream_health.monitor import attach_monitor
+
+        model_config.pre_wrap_hooks.append(functools.partial(attach_monitor, args=args))
+    return model_config
 
 
 def train(host: Host, kind: ModelKind, store: Any = None) -> None:
@@ -234,6 +254,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     from megatron.run_control.trainer_side import leaving_on_request
     from megatron.training.data.unigram import describe_unigram_entropy
     from megatron.training.language_batches import forward_step
+    from megatron.training.run_logs.writers import closing_writers
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
@@ -249,9 +270,9 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
         if args.rank == 0 and (line := describe_unigram_entropy(args)) is not None:
             print(f"> {line}", flush=True)
         apply_patches(_patches_of_run(args), replaced)
-        with leaving_on_request():
+        with closing_writers(), leaving_on_request():
             pretrain(
-                pretrain_cfg_container_from_args(args, kind.config(args)),
+                pretrain_cfg_container_from_args(args, _watched(kind.config(args), args)),
                 train_valid_test_datasets_provider,
                 ModelType.encoder_or_decoder,
                 beating(forward_step, join_run()),
