@@ -23,8 +23,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-FLAGS_NOT_RESTORED = ("--norm-epsilon", "1e-06")
-
 
 @pytest.fixture(scope="module")
 def convert() -> Callable[..., int]:
@@ -145,7 +143,7 @@ def test_an_imported_checkpoint_samples_and_trains_with_its_tokenizer(
     assert json.loads(done.stdout)["prompt_tokens"] == [1, 2, 3]
     run = pretrain(
         [
-            *("--load", str(tmp_path / "ck"), "--use-checkpoint-args", *FLAGS_NOT_RESTORED, "--mock-data"),
+            *("--load", str(tmp_path / "ck"), "--use-checkpoint-args", "--mock-data"),
             *("--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "2", "--train-iters", "2"),
             *("--lr", "1e-4", "--lr-decay-iters", "10", "--eval-iters", "1", "--log-interval", "1"),
             *("--save", str(tmp_path / "trained"), "--save-interval", "2"),

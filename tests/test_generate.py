@@ -45,7 +45,7 @@ BASE = [
 ]
 # Dropout (upstream's 0.1), learned positions, LayerNorm, biases, tied embeddings; the plain format.
 ORDINARY = [*BASE, "--ckpt-format", "torch"]
-# What --use-checkpoint-args does not restore is here too: the norms' epsilon, RoPE scaling, norms of queries and keys.
+# What upstream's own list of restored arguments lacks is here too: the norms' epsilon, RoPE scaling, norms of queries.
 WIDE = [
     *BASE,
     *("--wide-residual", "3", "--wide-residual-streamwise-sigmoid-init-scale", "0.5"),

@@ -35,11 +35,13 @@ def _nothing_to_do(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class ArgumentExtension:
-    """A group of flags: `add` puts them on the parser; `before_restoring` runs on the parsed arguments,
-    `before_validation` after those of a checkpoint were restored, `after_validation` on the validated ones."""
+    """A group of flags: `add` puts them on the parser; `before_restoring` runs on the parsed arguments, `restoring`
+    once upstream took over those of a checkpoint (--use-checkpoint-args), `before_validation` after that,
+    `after_validation` on the validated ones."""
 
     add: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
     before_restoring: Callable[[argparse.Namespace], None] = _nothing_to_do
+    restoring: Callable[[argparse.Namespace], None] = _nothing_to_do
     before_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
     after_validation: Callable[[argparse.Namespace], None] = _nothing_to_do
 
@@ -50,15 +52,31 @@ def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.training.resume.model_arguments import MODEL_ARGUMENTS
     from megatron.training.resume.preflight import add_checkpoint_args
 
-    return add_checkpoint_args(parser)
+    MODEL_ARGUMENTS.parser = add_checkpoint_args(parser)
+    return MODEL_ARGUMENTS.parser
 
 
 def _check_checkpoint(args: argparse.Namespace) -> None:
+    from megatron.training.resume.model_arguments import MODEL_ARGUMENTS
     from megatron.training.resume.preflight import check_before_start
 
     check_before_start(args)
+    MODEL_ARGUMENTS.note(args)
+
+
+def _restore_model_arguments(args: argparse.Namespace) -> None:
+    from megatron.training.resume.model_arguments import MODEL_ARGUMENTS
+
+    MODEL_ARGUMENTS.restore(args)
+
+
+def _check_model_arguments(args: argparse.Namespace) -> None:
+    from megatron.training.resume.model_arguments import MODEL_ARGUMENTS
+
+    MODEL_ARGUMENTS.check(args)
 
 
 def _add_wide_residual(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -126,7 +144,12 @@ def _identify_run(args: argparse.Namespace) -> None:
 
 # In this order: the check of wide streams restores what a checkpoint stores, the flags of shortcut MoE included.
 ARGUMENT_EXTENSIONS = (
-    ArgumentExtension(_add_checkpoint, before_restoring=_check_checkpoint),
+    ArgumentExtension(
+        _add_checkpoint,
+        before_restoring=_check_checkpoint,
+        restoring=_restore_model_arguments,
+        after_validation=_check_model_arguments,
+    ),
     ArgumentExtension(
         _add_wide_residual, before_validation=_check_wide_residual, after_validation=_record_wide_residual
     ),
@@ -174,6 +197,8 @@ def validated_arguments(
             raise LocalChoiceError("--use-checkpoint-args needs --load or --pretrained-checkpoint.")
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
+        for extension in extensions:
+            extension.restoring(args)
     check_local_choices(args, host)
     line = describe_local_defaults(changed, args)
     if line is not None and args.rank == 0:

@@ -171,7 +171,7 @@ def model_of_arguments(args: Namespace, *, vocabulary: int, host: Any) -> HfMode
 
 def _check_nothing_else(args: Namespace, model: HfModel, host: Any) -> None:
     """Refuse arguments that describe another function than the one that config.json can tell."""
-    from megatron.training.generation.stored_arguments import model_argument_names
+    from megatron.training.model_argument_names import model_argument_names
 
     rebuilt, parser = parse_flags(
         [*megatron_flags(model, sequence_length=args.seq_length), "--padded-vocab-size", "128"], host
