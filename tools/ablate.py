@@ -8,8 +8,8 @@
 
 `plan` prints the runs, what differs between them, parameters, tokens and cost. `run` launches what is not finished,
 here or as a SLURM job array, and can be interrupted and started again at any moment. `report` writes report.md,
-results.csv and pictures: mean and spread over seeds, and paired differences against the reference with 95 % intervals.
-docs/ablate.md describes the YAML.
+results.csv, differences.csv and pictures: mean and spread over seeds, and paired differences against the reference with
+95 % intervals. docs/ablate.md describes the YAML.
 
 What always holds: a finished run is never run again; a folder whose flags are not the YAML's is refused by name; a run
 that is missing or unfinished is named by the report. Exit status: 0 done; 1 a run failed, is missing or unfinished;
@@ -19,13 +19,19 @@ that is missing or unfinished is named by the report. Exit status: 0 done; 1 a r
 from __future__ import annotations
 
 import argparse
+import shlex
+import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from compare_runs import Run, RunError, read_run
+
 from megatron.ablations.description import Ablation, load_ablation
+from megatron.ablations.state import ablation_lock, check_folders, other_folders, state_of
 from megatron.run_control.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,40 +49,98 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for command in (plan, run, report):
         command.add_argument("file", type=Path, metavar="YAML", help="the ablation, scripts/ablations/*.yaml")
     plan.add_argument("--flags", action="store_true", help="print every flag of every variant, not only what differs")
-    run.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    run.add_argument("--parallel", type=int, default=None, metavar="N", help="runs at a time (default: 1; SLURM: all)")
     run.add_argument("--slurm", action="store_true", help="submit a job array (scripts/slurm/sweep.sbatch)")
     run.add_argument("--sbatch", default="", metavar="OPTIONS", help="with --slurm: more options of sbatch, quoted")
-    report.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: the ablation's folder)")
+    report.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: report/ beside the runs)")
     report.add_argument("--partial", action="store_true", help="exit 0 although runs are missing or unfinished")
+    report.add_argument(
+        "--tail", type=int, default=10, metavar="N", help="train loss: mean of N last steps (default: 10)"
+    )
+    report.add_argument("--note", default="", metavar="TEXT", help="a paragraph for the report: machine, date, caveats")
     args = parser.parse_args(argv)
-    if args.command == "run" and args.parallel < 1:
+    if args.command == "run" and args.parallel is not None and args.parallel < 1:
         parser.error(f"--parallel {args.parallel}: a whole number from 1 is wanted")
     if args.command == "run" and args.sbatch and not args.slurm:
         parser.error("--sbatch means something with --slurm only")
+    if args.command == "report" and args.tail < 1:
+        parser.error(f"--tail {args.tail}: at least 1")
     return args
+
+
+def measured_runs(ablation: Ablation, tail: int) -> dict[str, Run]:
+    """What the finished runs logged, by name. Raises LaunchError for a finished run that cannot be read."""
+    found = {}
+    for run in ablation.runs:
+        if state_of(run) == "finished":
+            try:
+                found[run.name] = read_run(run.folder, run.name, tail)
+            except RunError as error:
+                raise LaunchError(str(error)) from None
+    return found
+
+
+def plan_command(args: argparse.Namespace, ablation: Ablation) -> int:
+    """Print runs and cost."""
+    from megatron.ablations.cost import variant_costs
+    from megatron.ablations.plan_table import print_plan
+
+    speeds = defaultdict(list)
+    measured = measured_runs(ablation, 1)
+    for run in ablation.runs:
+        if run.name in measured and measured[run.name].tokens_per_second:
+            speeds[run.variant.name].append(measured[run.name].tokens_per_second or 0.0)
+    means = {name: statistics.fmean(values) for name, values in speeds.items()}
+    print_plan(ablation, variant_costs(ablation, ROOT, means), args.flags)
+    return 0
 
 
 def run_command(args: argparse.Namespace, ablation: Ablation) -> int:
     """Launch what is not finished."""
     from megatron.ablations.runner import Runner
-    from megatron.ablations.state import ablation_lock, check_folders
+    from megatron.ablations.slurm_array import queued, submit
 
     check_folders(ablation)
     with ablation_lock(ablation):
-        status, failed = Runner(ablation, ROOT, args.parallel).run()
+        if args.slurm:
+            job, runs = submit(ablation, ROOT, args.parallel, shlex.split(args.sbatch))
+            print(f"submitted {len(runs)} runs as job {job}" if runs else "nothing to submit: all finished or queued")
+            return 0
+        elsewhere = queued(ablation)
+        for name, element in elsewhere.items():
+            print(f"{name}: left out, it is in SLURM's queue as {element}")
+        status, failed = Runner(ablation, ROOT, args.parallel or 1, tuple(elsewhere)).run()
     if failed:
         print(f"error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)
     return status
 
 
+def report_command(args: argparse.Namespace, ablation: Ablation) -> int:
+    """Write tables and pictures."""
+    from megatron.ablations.plots import draw
+    from megatron.ablations.report import Report, write_report
+
+    check_folders(ablation)
+    states = {run.name: state_of(run) for run in ablation.runs}
+    report = Report(ablation, measured_runs(ablation, args.tail), states)
+    command = "\n".join(f"python tools/ablate.py {verb} {args.file}" for verb in ("run", "report"))
+    for file in write_report(report, args.output or ablation.folder / "report", args.note, command, draw):
+        print(f"wrote {file}")
+    for name in other_folders(ablation):
+        print(f"left out: {name}, a run folder that {args.file} does not name")
+    for line in report.unfinished:
+        print(f"not in the report: {line}", file=sys.stderr)
+    return 1 if report.unfinished and not args.partial else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
+    commands = {"plan": plan_command, "run": run_command, "report": report_command}
     try:
         from megatron.run_control.known_flags import known_flags
 
-        ablation = load_ablation(args.file, ROOT, known_flags())
-        return {"run": run_command}[args.command](args, ablation)
+        return commands[args.command](args, load_ablation(args.file, ROOT, known_flags()))
     except (LaunchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -98,10 +98,29 @@ def load_ablation(file: Path, root: Path, table: FlagTable | None = None) -> Abl
         raise error if str(error).startswith(str(file)) else LaunchError(f"{file}: {error}") from None
     folder = root / str(content.get("folder") or f"runs/ablations/{file.stem}")
     runs = tuple(
-        PlannedRun(variant, seed, variant.recipe.overridden({"seed": seed}), folder / f"{variant.name}-seed-{seed}")
+        PlannedRun(
+            variant,
+            seed,
+            _identified(variant.recipe, file.stem, variant, seed),
+            folder / f"{variant.name}-seed-{seed}",
+        )
         for seed, variant in itertools.product(seeds, variants)
     )
     return Ablation(file.stem, file, folder, variants, seeds, runs)
+
+
+def _identified(recipe: Recipe, ablation: str, variant: Variant, seed: int) -> Recipe:
+    """The recipe with its seed and, where it logs to wandb, a group, a job type and tags for it; flags given win."""
+    flags: dict[str, FlagValue] = {"seed": seed}
+    if "wandb-project" in recipe.flags:
+        tags: list[str | int | float] = [f"{axis}={value}" for axis, value in variant.settings.items()]
+        ours: dict[str, FlagValue] = {
+            "wandb-group": ablation,
+            "wandb-job-type": variant.name,
+            "wandb-tags": [*tags, f"seed={seed}"],
+        }
+        flags |= {name: value for name, value in ours.items() if name not in recipe.flags}
+    return recipe.overridden(flags)
 
 
 def _read(file: Path) -> dict:
