@@ -5,7 +5,7 @@
 prints on rank 0, for example,
 
     > parameters: 10,626,048 base + 3,200 controllers
-    > residual: 4 streams of width 256 (1,024 carried); per token and layer 3,072 more bytes kept for the backward, ...
+    > residual: 4 streams of width 256 (1,024 carried, torch.bfloat16) for 12 branches; beside one stream, per token ...
 
 What always holds: parameters are those of the whole model, each counted once however it is sharded or replicated;
 controllers count their active elements, without the padding.
@@ -13,13 +13,17 @@ controllers count their active elements, without the padding.
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+import megatron.training.training as training
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
-from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.global_vars import get_args, get_tensorboard_writer
 
+from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config
-from megatron.training.stream_memory import BRANCHES_PER_LAYER
+from megatron.training.model_flops import stream_flops_per_token
 
 
 def count_parameters(model_chunks: list[MegatronModule]) -> tuple[int, int]:
@@ -44,8 +48,25 @@ def count_parameters(model_chunks: list[MegatronModule]) -> tuple[int, int]:
     return int(counts[0]), int(counts[1])
 
 
-def residual_line(config: object) -> str:
-    """Describe the residual stream of config, and what it costs per token and layer beyond the ordinary one."""
+def count_branches(model_chunks: list[MegatronModule]) -> int:
+    """Return the branches of the whole model that write to its streams; collective over the pipeline ranks."""
+    local = sum(
+        isinstance(module, StreamwiseSigmoidWideResidualConnection) and module.operation == "write"
+        for chunk in model_chunks
+        for module in chunk.modules()
+    )
+    count = torch.tensor(local, dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(count, group=model_chunks[0].pg_collection.pp)
+    return int(count)
+
+
+def residual_line(config: object, branches: int, args: Namespace) -> str:
+    """Describe the residual stream of config, and what it costs beyond the ordinary one, per token and per step.
+
+    Args:
+        branches: attention, Mamba, MLP and MoE branches of the whole model.
+        args: the run's validated arguments.
+    """
     width: int = config.__dict__["hidden_size"]
     wide_residual = get_wide_residual_config(config)
     if wide_residual is None:
@@ -53,12 +74,17 @@ def residual_line(config: object) -> str:
     streams = wide_residual.num_streams
     fp32_stream = config.fp32_residual_connection  # type: ignore[attr-defined]
     dtype = torch.float32 if fp32_stream else config.params_dtype  # type: ignore[attr-defined]
-    branch_bytes = width * dtype.itemsize * BRANCHES_PER_LAYER
+    unit = width * dtype.itemsize * branches
     # In units of D per branch: the ordinary stream moves 3, the wide one 3K + 2.
+    kept, moved = (streams - 1) * unit, (3 * streams - 1) * unit
+    flops = stream_flops_per_token(streams, width, branches, retention=wide_residual.learned_retention)
+    step_tokens = args.global_batch_size * args.seq_length
+    step_flops = training.num_floating_point_operations(args, args.global_batch_size)
     return (
-        f"residual: {streams} streams of width {width} ({streams * width:,} carried, {dtype}); per token and layer "
-        f"{(streams - 1) * branch_bytes:,} more bytes of activations, {(3 * streams - 1) * branch_bytes:,} more bytes "
-        "moved in the forward"
+        f"residual: {streams} streams of width {width} ({streams * width:,} carried, {dtype}) for {branches} branches; "
+        f"beside one stream, per token {kept:,} more bytes of activations without replay and {moved:,} more bytes "
+        f"moved in the forward, per step of {step_tokens:,} tokens {kept * step_tokens:,} and "
+        f"{moved * step_tokens:,}; reads and writes add {flops * step_tokens / step_flops:.2%} to the model's FLOPs"
     )
 
 
@@ -69,11 +95,12 @@ def print_model_summary(model_chunks: list[MegatronModule]) -> list[MegatronModu
     (a scalar is fp32 and holds no large count exactly).
     """
     base, controllers = count_parameters(model_chunks)
+    branches = count_branches(model_chunks)
     writer = get_tensorboard_writer()
     if writer is not None:
         writer.add_text("parameters/base", str(base))
         writer.add_text("parameters/controllers", str(controllers))
     if torch.distributed.get_rank() == 0:
         print(f"> parameters: {base:,} base + {controllers:,} controllers", flush=True)
-        print(f"> {residual_line(get_model_config(model_chunks[0]))}", flush=True)
+        print(f"> {residual_line(get_model_config(model_chunks[0]), branches, get_args())}", flush=True)
     return model_chunks
