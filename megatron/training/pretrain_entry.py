@@ -235,9 +235,12 @@ def _patches_of_run(args: argparse.Namespace) -> list[Any]:
         mixed_parameter_dtypes,
         retention_weight_decay,
     )
+    from megatron.training import model_flops
     from megatron.training.resume import staged_save, strict_load
 
     patches: list[Any] = [*strict_load.PATCHES, *staged_save.PATCHES]
+    if args.hybrid_layer_pattern is not None or args.num_experts is not None:
+        patches.append(model_flops.PATCH)
     if args.use_distributed_optimizer:
         patches += distributed_torch_adam.PATCHES
     if args.wide_residual is not None:
