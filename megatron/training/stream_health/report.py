@@ -25,7 +25,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-COLLAPSED_COSINE = 0.99
+COLLAPSED_COSINE = 0.999
 """Streams that point the same way to this cosine, on average over the deeper half of the model, have collapsed."""
 
 COLLAPSED_EFFECTIVE = 0.5
