@@ -73,7 +73,7 @@ class WandbFeed:
         self.config = _Config(self.send)
         self.run = RunOfCheckpoints(self.send, plan.project, plan.entity, upload=upload_checkpoints)
         self._thread = threading.Thread(target=self._serve, name="wandb-feed", daemon=True)
-        self._finished = False
+        self._started = self._given_up = self._finished = False
         self._thread.start()
 
     def send(self, task: Task) -> None:
@@ -117,9 +117,10 @@ class WandbFeed:
     def _serve(self) -> None:
         """The thread: start wandb, then do what comes, to the end."""
         try:
-            run = start_session(self._plan)
+            run = start_session(self._plan, self._warn)
+            self._started = True
         except BaseException as error:
-            warn_once("wandb", f"wandb: it cannot be used ({type(error).__name__}: {error}); nothing is logged there")
+            self._warn("wandb", f"wandb: it cannot be used ({type(error).__name__}: {error}); nothing is logged there")
             run = None
         while (task := self._tasks.get()) is not None:
             if run is None:
@@ -127,12 +128,12 @@ class WandbFeed:
             try:
                 task(run)
             except BaseException as error:
-                warn_once("wandb", f"wandb: {type(error).__name__}: {error}; some of this run is not logged there")
+                self._warn("wandb", f"wandb: {type(error).__name__}: {error}; some of this run is not logged there")
         if run is not None:
             try:
                 run.finish(exit_code=self._exit_code)
             except BaseException as error:
-                warn_once("wandb", f"wandb: {type(error).__name__}: {error}; the end of this run is not logged there")
+                self._warn("wandb", f"wandb: {type(error).__name__}: {error}; the end of this run is not logged there")
 
     def finish(self, exit_code: int = 0) -> None:
         """Send what is left and end the run; waits as long as the plan allows. More calls do nothing."""
@@ -146,11 +147,18 @@ class WandbFeed:
             self._tasks.put(None, timeout=self._plan.timeout)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            warn_once(
+            kept = f"what it has is in {self._plan.folder}/wandb" if self._started else "this run is not logged there"
+            self._warn(
                 "wandb-end",
-                f"wandb: it was not done {self._plan.timeout:.0f} s after the end (--wandb-timeout); what it has is in "
-                f"{self._plan.folder}/wandb",
+                f"wandb: it was not done {self._plan.timeout:g} s after the end (--wandb-timeout); {kept}. "
+                "WANDB_MODE=offline asks no server",
             )
+            self._given_up = True
+
+    def _warn(self, topic: str, line: str) -> None:
+        """Warn once, and no more when the end of this run has not waited for wandb."""
+        if not self._given_up:
+            warn_once(topic, line)
 
 
 class _Picture:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +56,12 @@ def _why_offline(wandb: Any) -> str | None:
         return _first_line(error)
 
 
-def start_session(plan: SessionPlan) -> Any:
+def start_session(plan: SessionPlan, warn: Callable[[str, str], None] = warn_once) -> Any:
     """Return wandb's run.
+
+    Args:
+        plan: what to start.
+        warn: gets (topic, line) of what has to be said.
 
     Raises:
         ImportError: wandb is not installed.
@@ -68,7 +73,7 @@ def start_session(plan: SessionPlan) -> Any:
     folder = plan.folder
     if reason is not None:
         folder = tempfile.mkdtemp(prefix="wandb-")
-        warn_once("wandb-folder", f"wandb: cannot write to {plan.folder} ({reason}); this run's files go to {folder}")
+        warn("wandb-folder", f"wandb: cannot write to {plan.folder} ({reason}); this run's files go to {folder}")
     options: dict[str, Any] = {"init_timeout": plan.timeout, "finish_timeout": plan.timeout}
     known = getattr(wandb.Settings, "model_fields", {})
     settings = wandb.Settings(**{name: value for name, value in options.items() if name in known})
@@ -80,5 +85,5 @@ def start_session(plan: SessionPlan) -> Any:
             return wandb.init(**what, settings=settings)
         except Exception as error:
             reason = _first_line(error)
-    warn_once("wandb-offline", f"wandb: {reason}; {LATER} {folder}/wandb/offline-run-*")
+    warn("wandb-offline", f"wandb: {reason}; {LATER} {folder}/wandb/offline-run-*")
     return wandb.init(**what, mode="offline", settings=settings)

@@ -1,6 +1,7 @@
-"""Warnings of this process that are printed once, whatever repeats them.
+"""Warnings of a run that are printed once, whatever repeats them.
 
 warn_once("tensorboard", "TensorBoard: cannot write to runs/a: No space left on device")
+forget_warnings()        # at the start of the next run in this process
 """
 
 from __future__ import annotations
@@ -14,3 +15,8 @@ def warn_once(topic: str, line: str) -> None:
         return
     _said.add(topic)
     print(f"WARNING: {line}", flush=True)
+
+
+def forget_warnings() -> None:
+    """Begin a run that may warn of the same things again."""
+    _said.clear()

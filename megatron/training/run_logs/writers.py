@@ -23,6 +23,7 @@ from megatron.patches import UpstreamPatch
 from megatron.run_control.exit_status import SAVED_ON_REQUEST
 from megatron.training.run_logs.wandb_feed import WandbFeed
 from megatron.training.run_logs.wandb_session import SessionPlan
+from megatron.training.run_logs.warnings_once import forget_warnings
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -88,6 +89,7 @@ def _make_set_tensorboard(upstream: Callable[[Any], None]) -> Callable[[Any], No
     def set_tensorboard_writer(args: argparse.Namespace) -> None:
         import megatron.training.global_vars as global_vars
 
+        forget_warnings()
         if not _logs_here(args) or not (args.tensorboard_dir or args.wandb_project):
             return
         from megatron.training.run_logs.tensorboard_writer import RunWriter
