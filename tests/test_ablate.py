@@ -286,7 +286,7 @@ def test_help_needs_no_torch_and_shows_an_example(capsys: pytest.CaptureFixture[
     assert done.returncode == 0, done.stderr
     assert "tools/ablate.py run scripts/ablations/quickstart_gpt.yaml" in done.stdout
     ablate = tool("ablate")
-    for wrong in (["run", "x", "--parallel", "0"], ["run", "x", "--sbatch", "-N1"], ["report", "x", "--tail", "0"]):
+    for wrong in (["run", "x", "--parallel", "0"], ["run", "x", "--", "-N1"], ["report", "x", "--tail", "0"]):
         with pytest.raises(SystemExit) as ended:
             ablate.main(wrong)
         assert ended.value.code == 2

@@ -3,13 +3,13 @@
 
     python tools/ablate.py plan scripts/ablations/quickstart_gpt.yaml
     python tools/ablate.py run scripts/ablations/quickstart_gpt.yaml --parallel 2
-    python tools/ablate.py run scripts/ablations/gpt_1b_streams.yaml --slurm --sbatch "--nodes=1 --gpus-per-node=8"
+    python tools/ablate.py run scripts/ablations/gpt_1b_streams.yaml --slurm -- --gpus-per-node=8
     python tools/ablate.py report scripts/ablations/quickstart_gpt.yaml --output docs/results/quickstart_gpt
 
 `plan` prints the runs, what differs between them, parameters, tokens and cost. `run` launches what is not finished,
-here or as a SLURM job array, and can be interrupted and started again at any moment. `report` writes report.md,
-results.csv, differences.csv and pictures: mean and spread over seeds, and paired differences against the reference with
-95 % intervals. docs/ablate.md describes the YAML.
+here or as a SLURM job array (options of sbatch behind --), and can be interrupted and started again at any moment.
+`report` writes report.md, results.csv, differences.csv and pictures: mean and spread over seeds, and paired differences
+against the reference with 95 % intervals. docs/ablate.md describes the YAML.
 
 What always holds: a finished run is never run again; a folder whose flags are not the YAML's is refused by name; a run
 that is missing or unfinished is named by the report. Exit status: 0 done; 1 a run failed, is missing or unfinished;
@@ -50,19 +50,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("file", type=Path, metavar="YAML", help="the ablation, scripts/ablations/*.yaml")
     plan.add_argument("--flags", action="store_true", help="print every flag of every variant, not only what differs")
     run.add_argument("--parallel", type=int, default=None, metavar="N", help="runs at a time (default: 1; SLURM: all)")
-    run.add_argument("--slurm", action="store_true", help="submit a job array (scripts/slurm/sweep.sbatch)")
-    run.add_argument("--sbatch", default="", metavar="OPTIONS", help="with --slurm: more options of sbatch, quoted")
+    run.add_argument("--slurm", action="store_true", help="submit a job array; options of sbatch go behind --")
     report.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: report/ beside the runs)")
     report.add_argument("--partial", action="store_true", help="exit 0 although runs are missing or unfinished")
     report.add_argument(
         "--tail", type=int, default=10, metavar="N", help="train loss: mean of N last steps (default: 10)"
     )
     report.add_argument("--note", default="", metavar="TEXT", help="a paragraph for the report: machine, date, caveats")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, sbatch = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args = parser.parse_args(own)
+    args.sbatch = sbatch
     if args.command == "run" and args.parallel is not None and args.parallel < 1:
         parser.error(f"--parallel {args.parallel}: a whole number from 1 is wanted")
-    if args.command == "run" and args.sbatch and not args.slurm:
-        parser.error("--sbatch means something with --slurm only")
+    if sbatch and not getattr(args, "slurm", False):
+        parser.error(f"{shlex.join(sbatch)} behind --: options of sbatch, which only run --slurm takes")
     if args.command == "report" and args.tail < 1:
         parser.error(f"--tail {args.tail}: at least 1")
     return args
@@ -103,7 +105,7 @@ def run_command(args: argparse.Namespace, ablation: Ablation) -> int:
     check_folders(ablation)
     with ablation_lock(ablation):
         if args.slurm:
-            job, runs = submit(ablation, ROOT, args.parallel, shlex.split(args.sbatch))
+            job, runs = submit(ablation, ROOT, args.parallel, args.sbatch)
             print(f"submitted {len(runs)} runs as job {job}" if runs else "nothing to submit: all finished or queued")
             return 0
         elsewhere = queued(ablation)
