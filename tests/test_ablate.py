@@ -21,7 +21,7 @@ from megatron.ablations.description import Ablation, load_ablation
 from megatron.ablations.plan_table import own_flags, remarks, totals
 from megatron.ablations.runner import write_recipe
 from megatron.ablations.slurm_array import submit
-from megatron.ablations.state import check_folders, launch_lock, other_folders, state_of
+from megatron.ablations.state import check_folders, end_orphans, launch_lock, other_folders, state_of
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import known_flags
 from megatron.run_control.recipes import FlagValue, load_recipe
@@ -238,6 +238,20 @@ def test_a_run_is_one_launchs_at_a_time(tmp_path: Path) -> None:
     again = launch_lock(run)
     assert again is not None, "the lock outlived its process"
     os.close(again)
+
+
+def test_trainers_that_outlived_a_killed_launch_are_ended_and_no_others(tmp_path: Path) -> None:
+    ours, other = _ablation(tmp_path, WIDE, tmp_path).runs[:2]
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left = subprocess.Popen(sleep, env={**os.environ, "MEGATRON_RUN_FOLDER": str(ours.folder.resolve())})
+    stays = subprocess.Popen(sleep, env={**os.environ, "MEGATRON_RUN_FOLDER": str(other.folder.resolve())})
+    try:
+        assert end_orphans(ours) == 1
+        assert left.poll() is not None, "it still lives"
+        assert stays.poll() is None
+    finally:
+        stays.kill()
+        stays.wait()
 
 
 def test_runs_that_log_to_wandb_have_group_job_type_and_tags(tmp_path: Path) -> None:

@@ -125,7 +125,11 @@ def report_command(args: argparse.Namespace, ablation: Ablation) -> int:
     check_folders(ablation)
     states = {run.name: state_of(run) for run in ablation.runs}
     report = Report(ablation, measured_runs(ablation, args.tail), states)
-    command = "\n".join(f"python tools/ablate.py {verb} {args.file}" for verb in ("run", "report"))
+    output = ["--output", str(args.output)] if args.output else []
+    command = "\n".join(
+        shlex.join(["python", "tools/ablate.py", *words])
+        for words in (["run", str(args.file)], ["report", str(args.file), *output])
+    )
     for file in write_report(report, args.output or ablation.folder / "report", args.note, command, draw):
         print(f"wrote {file}")
     for name in other_folders(ablation):

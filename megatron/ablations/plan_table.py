@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from megatron.ablations.cost import Cost
 from megatron.ablations.description import Ablation, Variant
-from megatron.ablations.state import other_folders, state_of
+from megatron.ablations.state import check_folders, other_folders, state_of
+from megatron.run_control.errors import LaunchError
 from megatron.run_control.recipes import flag_arguments
 
 
@@ -87,6 +88,10 @@ def remarks(ablation: Ablation, costs: Mapping[str, Cost]) -> list[str]:
         said.append("no time: no run has finished, so that no speed was measured")
     errors = {cost.error for cost in costs.values() if cost.error}
     said += [f"parameters and FLOPs unknown: {error}" for error in sorted(errors)]
+    try:
+        check_folders(ablation)
+    except LaunchError as error:
+        said.append(f"run will refuse: {error}")
     others = other_folders(ablation)
     if others:
         said.append(f"run folders that the YAML does not name: {', '.join(others)}")

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from megatron.ablations.description import Ablation, Variant
 from megatron.ablations.paired import CONFIDENCE, Difference, paired_difference, spread
+from megatron.ablations.provenance import provenance
 from megatron.run_control.run_folder import write_whole
 
 CURVES, DIFFERENCES = "loss_curves.png", "differences.png"
@@ -178,7 +179,7 @@ def markdown(report: Report, note: str, command: str, plots: bool) -> str:
         f"{len(ablation.variants)} variants, seeds {', '.join(map(str, ablation.seeds))}. {_tokens_sentence(report)} "
         "What is measured here holds for models of this size, this data and this many tokens: rankings of small models "
         "do not transfer to large ones.",
-        *([note] if note else []),
+        *filter(None, (provenance(ablation), note)),
         "\n".join(f"    {line}" for line in command.splitlines()),
         "## Validation loss against the reference",
         conclusion(report),
