@@ -1,0 +1,302 @@
+"""What the benchmark tools share: arguments, interleaved repetitions, spreads, tables, files and exit statuses.
+
+    parser = argument_parser("Measure this.", "example: tools/benchmark_this.py")
+    add_run_arguments(parser, repeats=15)
+    args = parse(parser, argv)
+    timings = interleave({"ours": run_ours, "theirs": run_theirs}, repeats=args.repeats)
+    ratio = spread(over(timings["theirs"], timings["ours"]))         # formed within each repetition
+    Report(title, [Column("case"), Column("ms", right=True)], rows).print()
+
+Every repetition runs each case once, and begins with another case, so that a busy machine slows all of them and none
+always follows the same neighbour. Figures are medians, with the range of the middle half beside them.
+
+What always holds: importing this module imports nothing heavy; files are written beside and renamed into place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quiet_imports import quiet_imports
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+class BenchmarkError(Exception):
+    """What was asked for cannot be measured here; the message says why and what to do."""
+
+
+def positive(text: str) -> int:
+    """Argument type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, got {text!r}")
+    return value
+
+
+def argument_parser(description: str, example: str, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose help shows defaults and ends with an example."""
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+
+
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    repeats: int,
+    device: bool = False,
+    allocator: str | None = None,
+    plot: bool = False,
+) -> Any:
+    """Add the options on how to measure and where to write; returns their group.
+
+    Args:
+        repeats: default of --repeats.
+        device: whether there is --device.
+        allocator: default of --allocator, "keep" or "default"; None leaves the option out.
+        plot: whether there is --plot.
+    """
+    run = parser.add_argument_group("how")
+    run.add_argument("--repeats", type=positive, default=repeats, metavar="N", help="interleaved repetitions")
+    run.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    if device:
+        run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
+    if allocator is not None:
+        run.add_argument(
+            "--allocator",
+            choices=("keep", "default"),
+            default=allocator,
+            help="keep freed memory in the process (megatron/cpu/allocator.py), or leave malloc as it is: results "
+            "above 32 MiB then page-fault on every call. CPU only",
+        )
+    run.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE (default: no file)")
+    run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE as Markdown")
+    if plot:
+        run.add_argument("--plot", type=Path, metavar="FILE", help="also draw the results into FILE (PNG)")
+    return run
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parse, and refuse output files whose folder does not exist."""
+    args = parser.parse_args(argv)
+    check_output_files(parser, args)
+    return args
+
+
+def check_output_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message where a folder is missing, or a plot is no PNG."""
+    for option in ("json", "markdown", "plot"):
+        path = getattr(args, option, None)
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"argument --{option}: the folder {path.resolve().parent} does not exist")
+    plot = getattr(args, "plot", None)
+    if plot is not None and plot.suffix != ".png":
+        parser.error(f"argument --plot: a name that ends in .png is wanted, got {plot.name!r}")
+
+
+def prepare_process(args: argparse.Namespace) -> None:
+    """Apply --threads, --device and --allocator; BenchmarkError for a device or a policy that is not there."""
+    import torch
+
+    from megatron.cpu.allocator import keep_freed_memory
+
+    device = getattr(args, "device", "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if device == "cpu" and getattr(args, "allocator", "default") == "keep" and not keep_freed_memory():
+        raise BenchmarkError("--allocator keep: this C library has no mallopt; use --allocator default")
+
+
+@dataclass
+class Timings:
+    """Seconds of each repetition of a case: of the clock, and of the processors."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 2, device: str = "cpu"
+) -> dict[str, Timings]:
+    """Run every case once per repetition; results are freed, and a GPU is waited for, outside the time measured."""
+    names = list(cases)
+    timings = {name: Timings() for name in names}
+    for repetition in range(warm_up + repeats):
+        for turn in range(len(names)):
+            name = names[(repetition + turn) % len(names)]
+            _synchronize(device)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            result = cases[name]()
+            _synchronize(device)
+            elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
+            del result
+            if repetition >= warm_up:
+                timings[name].wall.append(elapsed)
+                timings[name].cpu.append(cpu_elapsed)
+    return timings
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and middle half of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, decimals: int = 2) -> tuple[str, str]:
+        """The median and the range, for a table."""
+        return f"{self.median:.{decimals}f}", f"{self.low:.{decimals}f}-{self.high:.{decimals}f}"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(statistics.median(values), low, high)
+
+
+def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """values / others, repetition by repetition."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a report."""
+
+    name: str
+    right: bool = False
+
+
+@dataclass
+class Report:
+    """A table with a title and a note, for people."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[str]]
+    note: str = ""
+
+    def print(self) -> None:
+        """The table on stdout."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(padding=(0, 0), title=self.title, caption=self.note or None)
+        for column in self.columns:
+            table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console()
+        # Columns that are cut off say nothing: a file or a pipe takes any width.
+        (console if console.is_terminal else Console(width=160)).print(table)
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        lines = [f"**{self.title}**", "", "| " + " | ".join(column.name for column in self.columns) + " |"]
+        lines.append("|" + "|".join("---:" if column.right else "---" for column in self.columns) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, *(["", self.note] if self.note else [])])
+
+
+def machine() -> dict[str, Any]:
+    """What a figure belongs to: when, processor, GPU, threads, PyTorch, and the load average, which says how busy."""
+    import torch
+
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.version.cuda and torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def machine_line(found: Mapping[str, Any]) -> str:
+    """The same as one sentence."""
+    where = found["gpu"] or f"{found['processor']}, {found['cores']} cores, {found['threads']} threads"
+    loads = " ".join(f"{load:g}" for load in found["load_average"])
+    return f"{found['date']}, {where}, PyTorch {found['torch']}, load average {loads}"
+
+
+def write_outputs(args: argparse.Namespace, results: Any, reports: Sequence[Report]) -> None:
+    """Write --json and --markdown where asked for."""
+    if args.json:
+        with written_beside(args.json) as path:
+            path.write_text(json.dumps(results, indent=2) + "\n")
+    if args.markdown:
+        command = " ".join(["python", *sys.argv])
+        parts = [f"`{command}`", machine_line(machine()), *(report.markdown() for report in reports)]
+        with written_beside(args.markdown) as path:
+            path.write_text("\n\n".join(parts) + "\n")
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yield a name beside path; rename it to path at the end."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def run_tool(run: Callable[[], None]) -> int:
+    """Run a tool's work, quietly but for what it prints, and return its exit status.
+
+    0, 2 for what cannot be measured or written, 130 interrupted.
+    """
+    try:
+        with quiet_imports():
+            import torch  # noqa: F401
+
+            import megatron.core  # noqa: F401
+
+            run()
+    except (BenchmarkError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
