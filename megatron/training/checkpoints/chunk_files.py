@@ -23,7 +23,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from megatron.training.checkpoints.checkpoint_state import TensorInfo
 from megatron.training.checkpoints.errors import ConversionError
+from megatron.training.checkpoints.stored_rows import FileChunk, copy_bytes, start_writing
 from megatron.training.checkpoints.tensor_archive import archive_around, is_served
 
 _STORAGES = {
@@ -140,8 +142,8 @@ class ChunkFiles:
                 raise ConversionError(f"{self.folder / name} cannot be read: {error.strerror}") from error
         return self._open[name]
 
-    def read_into(self, target: Tensor, name: str, offset: int, length: int) -> None:
-        """Fill target, which is contiguous and has the stored shape and dtype."""
+    def data_offset(self, info: TensorInfo, name: str, offset: int, length: int) -> int:
+        """Return where in the file the data of a stored tensor begin, which has the wanted shape and dtype."""
         file = self.file(name)
         try:
             with zipfile.ZipFile(_Slice(file, offset, length)) as archive:
@@ -151,15 +153,21 @@ class ChunkFiles:
         except Exception as error:  # bytes that are no archive raise anything
             raise ConversionError(f"{self.folder / name} is damaged at byte {offset}: {_reason(error)}") from error
         (dtype, _, _), storage_offset, shape, stride = description
-        wanted = (target.dtype, tuple(target.shape))
+        wanted = (info.dtype, tuple(info.shape))
         if (dtype, shape) != wanted or storage_offset or not _contiguous(shape, stride):
             raise ConversionError(
                 f"{self.folder / name} holds {str(dtype)[6:]} {list(shape)} at byte {offset}; .metadata says "
                 f"{str(wanted[0])[6:]} {list(wanted[1])}"
             )
-        if size != target.numel() * target.itemsize:
+        if size != info.nbytes:
             raise ConversionError(f"{self.folder / name} holds {size} bytes at byte {offset}, another size is wanted")
-        file.seek(offset + start)
+        return offset + start
+
+    def read_into(self, target: Tensor, name: str, offset: int, length: int) -> None:
+        """Fill target, which is contiguous and has the stored shape and dtype."""
+        begin = self.data_offset(TensorInfo(tuple(target.shape), target.dtype), name, offset, length)
+        file = self.file(name)
+        file.seek(begin)
         _read_exactly(file, as_bytes(target))
 
     def read_object(self, name: str, offset: int, length: int) -> Any:
@@ -193,15 +201,13 @@ class ChunkWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._number = -1
-        self._file: BinaryIO | None = None
+        self._files: list[BinaryIO] = []
 
     def _current(self) -> tuple[str, BinaryIO]:
-        if self._file is None or self._file.tell() > _FILE_LIMIT:
-            self.close()
-            self._number += 1
-            self._file = open(self.folder / f"__0_{self._number}.distcp", "wb", buffering=0)  # noqa: SIM115
-        return f"__0_{self._number}.distcp", self._file
+        if not self._files or self._files[-1].tell() > _FILE_LIMIT:
+            name = f"__0_{len(self._files)}.distcp"
+            self._files.append(open(self.folder / name, "wb", buffering=0))  # noqa: SIM115
+        return f"__0_{len(self._files) - 1}.distcp", self._files[-1]
 
     def _save(self, value: Any) -> tuple[str, int, int]:
         name, file = self._current()
@@ -221,41 +227,41 @@ class ChunkWriter:
             _write_all(file, part)
         return name, offset, file.tell() - offset
 
+    def reserve(self, tensor: Tensor, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[str, int, int], FileChunk]:
+        """Write all but the data of a tensor that is_served (it may have none); returns also where they belong."""
+        before, after = archive_around(tensor)
+        name, file = self._current()
+        offset = file.tell()
+        _write_all(file, before)
+        data = file.tell()
+        file.seek(data + tensor.numel() * tensor.itemsize)
+        _write_all(file, after)
+        return (name, offset, file.tell() - offset), FileChunk(str(self.folder / name), file.fileno(), data, runs)
+
     def add_object(self, value: Any) -> tuple[str, int, int]:
         """Write anything that torch.save takes."""
         return self._save(value)
 
     def copy(self, files: ChunkFiles, parts: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Copy stored archives as they are; neighbours in one file are copied in one go."""
+        """Copy stored archives as they are."""
         copied = []
         for name, offset, length in parts:
             target, file = self._current()
             start = file.tell()
-            copy_range(files.file(name), file, offset, length)
+            source = files.file(name)
+            copy_bytes(FileChunk(str(source.name), source.fileno(), offset, ()), offset, file.fileno(), start, length)
+            file.seek(start + length)
             copied.append((target, start, length))
         return copied
 
+    def start_writing(self) -> None:
+        """Let the kernel begin to put on the disk what has been written so far."""
+        for file in self._files:
+            start_writing(file.fileno())
+
     def close(self) -> None:
-        """Close the file and make sure that it is on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-
-
-def copy_range(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> None:
-    """Copy bytes between files inside the kernel, to target's position."""
-    start, done = target.tell(), 0
-    target.flush()
-    while done < length:
-        try:
-            count = os.copy_file_range(source.fileno(), target.fileno(), length - done, offset + done, start + done)
-        except OSError:  # another file system, or one that cannot
-            source.seek(offset + done)
-            block = source.read(min(16 << 20, length - done))
-            os.pwrite(target.fileno(), block, start + done)
-            count = len(block)
-        if not count:
-            raise ConversionError(f"{source.name} ends at byte {offset + done}: it has been cut off")
-        done += count
-    target.seek(start + length)
+        """Close the files and make sure that they are on the disk."""
+        for file in self._files:
+            if not file.closed:
+                os.fsync(file.fileno())
+                file.close()

@@ -29,6 +29,9 @@ from megatron.training.checkpoints.sharded_style import ShardedStyle
 from megatron.training.checkpoints.sharded_writer import ShardedWriter
 from megatron.training.checkpoints.tensor_table import find_tensor, registration_order
 
+_WRITE_BACK = 64 << 20
+"""After so many bytes the disk is told to begin."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -164,8 +167,16 @@ def _write(plan: Plan, reader: Reader, writer: Any, bar: Any) -> None:
     done: set[Entry] = set()
     if isinstance(reader, ShardedReader) and isinstance(writer, ShardedWriter):
         done = _copy_stored(plan, reader, writer, bar)
+    waiting = 0
     for step in plan.steps:
         if step.entry in done:
+            continue
+        waiting += step.info.nbytes
+        if waiting > _WRITE_BACK:
+            writer.start_writing()
+            waiting = 0
+        if _copied_in_files(step, reader, writer):
+            bar.update(step.info.nbytes)
             continue
         source = None if step.source is None else reader.read(step.source)
         if step.make is not None:
@@ -177,6 +188,14 @@ def _write(plan: Plan, reader: Reader, writer: Any, bar: Any) -> None:
         writer.write(step.entry, tensor)
         del tensor
         bar.update(step.info.nbytes)
+
+
+def _copied_in_files(step: Step, reader: Reader, writer: Any) -> bool:
+    """Copy a tensor that does not change from file to file, where its bytes can be found without reading it."""
+    if step.make is not None or step.source is None or not isinstance(reader, ShardedReader):
+        return False
+    rows = reader.rows(step.source)
+    return rows is not None and writer.write_rows(step.entry, rows)
 
 
 def _copy_stored(plan: Plan, reader: ShardedReader, writer: ShardedWriter, bar: Any) -> set[Entry]:

@@ -41,6 +41,8 @@ from megatron.training.checkpoints.plain_ranks import (
 )
 from megatron.training.checkpoints.rank_file import RankFile, placeholder
 from megatron.training.checkpoints.stored_names import combined_controller_name
+from megatron.training.checkpoints.stored_rows import StoredRows, axis_runs, copy_rows, positions
+from megatron.training.checkpoints.tensor_splits import Replicated
 from megatron.training.checkpoints.tensor_table import TensorPlace, find_tensor, registration_order
 
 _ORDER = ("args", "checkpoint_version", "iteration")
@@ -207,6 +209,27 @@ class PlainWriter:
                 shard, done = split.shard(whole, self.layout.tensor, rank, self.sizes), rank
             file.write(target, shard)
         self._missing.discard(entry)
+
+    def write_rows(self, entry: Entry, rows: StoredRows) -> bool:
+        """Copy a whole tensor from the files that hold it; False: it has to be written."""
+        info = self.entries[entry]
+        split = find_tensor(entry.name).split(self.sizes["g"] == 2)
+        source = rows.along(rows.axis if isinstance(split, Replicated) else split.axis)
+        if source is None or rows.info != info:
+            return False
+        along = positions(info.shape, source.axis)
+        target = []
+        for file, own, rank in self._targets[entry]:
+            pieces = split.pieces(along, self.layout.tensor, rank, self.sizes)
+            target.append(file.place_of(own, axis_runs(pieces)))
+        copy_rows(source, target)
+        self._missing.discard(entry)
+        return True
+
+    def start_writing(self) -> None:
+        """Let the kernel begin to put on the disk what has been written so far."""
+        for file in self._files:
+            file.start_writing()
 
     def finish(self) -> None:
         """Make sure that everything is on the disk.

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.training.checkpoints.chunk_files import as_bytes
 from megatron.training.checkpoints.errors import ConversionError
+from megatron.training.checkpoints.stored_rows import FileChunk, start_writing
 
 _MODE = FakeTensorMode()
 
@@ -134,6 +135,14 @@ class RankFile:
     def write(self, own: Tensor, values: Tensor) -> None:
         """Fill in a tensor that was a placeholder in the state given to create()."""
         self._put(self._written[id(own)], values)
+
+    def place_of(self, own: Tensor, runs: tuple[tuple[int, int], ...]) -> FileChunk:
+        """Return where the data of a tensor belong that was a placeholder in the state given to create()."""
+        return FileChunk(str(self.path), self._descriptor, self._offset(self._written[id(own)]), runs)
+
+    def start_writing(self) -> None:
+        """Let the kernel begin to put on the disk what has been written so far."""
+        start_writing(self._descriptor)
 
     def _put(self, stored: Tensor, values: Tensor) -> None:
         if (stored.shape, stored.dtype) != (values.shape, values.dtype):

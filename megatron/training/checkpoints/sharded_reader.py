@@ -31,6 +31,7 @@ from megatron.training.checkpoints.stored_names import (
     is_object_key,
     parse_key,
 )
+from megatron.training.checkpoints.stored_rows import FileChunk, StoredRows, covers
 from megatron.training.checkpoints.tensor_splits import Sectioned
 
 _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_")
@@ -201,6 +202,35 @@ class ShardedReader:
             self._read_slice(key, lead, whole.narrow(split.axis, start, length))
             start += length
         return whole
+
+    def rows(self, entry: Entry) -> StoredRows | None:
+        """Return where a tensor's bytes are, None where it has to be read: it is not divided along one axis alone."""
+        info = self.entries[entry]
+        parts = self._parts[entry]
+        if not info.nbytes or not info.shape or len(parts) > 1:
+            return None
+        ((key, lead),) = parts
+        boxes = self._chunks_at(key, lead)
+        count = len(lead)
+        axes = {
+            axis
+            for _, sizes, _ in boxes
+            for axis, (size, length) in enumerate(zip(sizes[count:], info.shape, strict=True))
+            if size != length
+        }
+        if len(axes) > 1 or any(size != 1 for _, sizes, _ in boxes for size in sizes[:count]):
+            return None
+        axis = axes.pop() if axes else 0
+        chunks = []
+        for offsets, sizes, index in boxes:
+            stored = self.metadata.storage_data[index]
+            begin = self.files.data_offset(
+                TensorInfo(tuple(sizes), info.dtype), stored.relative_path, stored.offset, stored.length
+            )
+            file = self.files.file(stored.relative_path)
+            runs = ((offsets[count + axis], sizes[count + axis]),)
+            chunks.append(FileChunk(str(file.name), file.fileno(), begin, runs))
+        return StoredRows(info, axis, tuple(chunks)) if covers(chunks, info.shape[axis]) else None
 
     def _read_slice(self, key: str, lead: tuple[int, ...], target: Tensor) -> None:
         """Fill target with the stored tensor at the leading index."""

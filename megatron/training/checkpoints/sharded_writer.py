@@ -39,6 +39,8 @@ from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.model_sizes import model_sizes
 from megatron.training.checkpoints.sharded_reader import ShardedReader
 from megatron.training.checkpoints.sharded_style import ShardedStyle, hybrid_pattern
+from megatron.training.checkpoints.stored_rows import StoredRows, copy_rows
+from megatron.training.checkpoints.tensor_archive import is_served
 from megatron.training.checkpoints.tensor_splits import Replicated, Sectioned
 from megatron.training.checkpoints.tensor_table import TensorPlace, find_tensor
 
@@ -108,21 +110,66 @@ class ShardedWriter:
             self._write_key(place, entry.slot, whole, None)
         self._missing.discard(entry)
 
-    def _write_key(self, place: TensorPlace, slot: str, tensor: Tensor, section: int | None) -> None:
+    def write_rows(self, entry: Entry, rows: StoredRows) -> bool:
+        """Copy a whole tensor from the files that hold it; False: it has to be written."""
+        info = self.entries[entry]
+        place = find_tensor(entry.name)
+        split = place.row.split
+        if rows.info != info or not is_served(whole := torch.empty(info.shape, dtype=info.dtype, device="meta")):
+            return False
+        if isinstance(split, Sectioned) and split.keys:
+            return False
+        axis = rows.axis if isinstance(split, Replicated) else split.axis
+        source = rows.along(axis)
+        if source is None:
+            return False
+        key, description, at = self._describe(place, entry.slot, info, None)
+        target = []
+        for start, part in self._parts(place, whole, None):
+            offsets, sizes = torch.Size((*at, *start)), torch.Size((*(1 for _ in at), *part.shape))
+            stored, chunk = self._chunks.reserve(part.reshape(sizes), ((start[axis], part.shape[axis]),))
+            self._add_chunk(key, description, offsets, sizes, stored)
+            target.append(chunk)
+        copy_rows(source, target)
+        self._missing.discard(entry)
+        return True
+
+    def start_writing(self) -> None:
+        """Let the kernel begin to put on the disk what has been written so far."""
+        self._chunks.start_writing()
+
+    def _describe(
+        self, place: TensorPlace, slot: str, info: TensorInfo, section: int | None
+    ) -> tuple[str, TensorStorageMetadata, tuple[int, ...]]:
+        """Return a stored tensor's key and description, and the index of this part in it."""
         key = self.style.key(place, slot, routed=place.prefix in self._routed, section=section)
         at, counts = self._leading(place)
         description = self._tensors.setdefault(
-            key, TensorStorageMetadata(_properties(tensor.dtype), torch.Size((*counts, *tensor.shape)), [])
+            key, TensorStorageMetadata(_properties(info.dtype), torch.Size((*counts, *info.shape)), [])
         )
-        if tuple(description.size) != (*counts, *tensor.shape):
+        if tuple(description.size) != (*counts, *info.shape):
             raise ConversionError(
-                f"{key} has layers of different shapes: {list(description.size)} and {list(tensor.shape)}"
+                f"{key} has layers of different shapes: {list(description.size)} and {list(info.shape)}"
             )
+        return key, description, at
+
+    def _add_chunk(
+        self,
+        key: str,
+        description: TensorStorageMetadata,
+        offsets: torch.Size,
+        sizes: torch.Size,
+        stored: tuple[str, int, int],
+    ) -> None:
+        description.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        self._storage[MetadataIndex(key, offsets)] = _StorageInfo(*stored)
+
+    def _write_key(self, place: TensorPlace, slot: str, tensor: Tensor, section: int | None) -> None:
+        info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        key, description, at = self._describe(place, slot, info, section)
         for start, part in self._parts(place, tensor, section):
             offsets, sizes = torch.Size((*at, *start)), torch.Size((*(1 for _ in at), *part.shape))
-            name, offset, length = self._chunks.add_tensor(part.reshape(sizes))
-            description.chunks.append(ChunkStorageMetadata(offsets, sizes))
-            self._storage[MetadataIndex(key, offsets)] = _StorageInfo(name, offset, length)
+            self._add_chunk(key, description, offsets, sizes, self._chunks.add_tensor(part.reshape(sizes)))
 
     def _parts(
         self, place: TensorPlace, tensor: Tensor, section: int | None
