@@ -59,7 +59,7 @@ class StreamMonitor:
         self._interval: int = args.log_streams_interval
         self._groups: Any = model_chunks[0].pg_collection
         config = get_model_config(model_chunks[0])
-        self._width: int = config.hidden_size
+        self._width: int = args.hidden_size  # the config's is the carried one on pipeline stages
         self._streams = require_wide_residual_config(config, "StreamMonitor").num_streams
         self._branches = local_branches(model_chunks)
         self._sums: dict[str, Tensor] = {}
