@@ -114,7 +114,7 @@ def _draw_differences(report: Report, file: Path) -> None:
         axes.plot(difference.mean, row, "D", color=color, ms=7, zorder=4)
     axes.axvline(0, color="black", lw=0.8)
     axes.set_yticks(range(len(shown)), [f"{v.name} minus {v.reference}" for v, _ in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.25)
     axes.set(
         xlabel="validation loss minus the reference's, nats per token",
