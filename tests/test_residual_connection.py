@@ -91,6 +91,8 @@ MISUSES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("read", {**READ, "branch_output": (update(), None)}, TypeError, "branch_output was given"),
     ("read", {**READ, "dropout_probability": 0.1}, TypeError, "dropout_probability was given"),
     ("read", {**READ, "training": True}, TypeError, "training was given"),
+    ("read", {**READ, "next_read": connection("read")}, TypeError, "next_read was given"),
+    ("write", {**WRITE, "next_read": connection("write")}, TypeError, "a connection built for a read is wanted"),
     ("read", {**READ, "hidden_states": [1.0]}, TypeError, "hidden_states is a list"),
     ("read", {**READ, "hidden_states": stream().long()}, TypeError, "hidden_states has dtype torch.int64"),
     ("read", {**READ, "hidden_states": update()}, ValueError, r"shape \(5, 2, 64\); a last dimension of 256"),

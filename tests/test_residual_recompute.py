@@ -220,9 +220,10 @@ def test_two_chained_branches_make_the_documented_number_of_calls() -> None:
         norm.forward = lambda z, norm=norm: layer._normalize(lambda value: counting_norm(norm, value), z)
     model.train()
     loss = run(model, token_batch(), token_batch(8)).mean()
-    assert calls == {"connection": 4, "norm": 2, "branch": 2}, "forward"
+    # The attention's read, its write with the read of the MLP, the MLP's write, which is live.
+    assert calls == {"connection": 3, "norm": 2, "branch": 2}, "forward"
     loss.backward()
-    assert calls == {"connection": 4 + 3, "norm": 4, "branch": 2}, "forward and replay"
+    assert calls == {"connection": 3 + 2, "norm": 4, "branch": 2}, "forward and replay"
 
 
 def test_managed_storages_are_empty_after_the_forward_and_gone_after_the_backward() -> None:
@@ -233,7 +234,7 @@ def test_managed_storages_are_empty_after_the_forward_and_gone_after_the_backwar
 
     def remember(self: Any, function: Any, *args: Any, **options: Any) -> Any:
         output = forward(self, function, *args, **options)
-        outputs.append(output)
+        outputs.extend([output] if isinstance(output, torch.Tensor) else output)
         return output
 
     ResidualStreamRecomputeContext.checkpoint = remember  # type: ignore[method-assign]
@@ -251,7 +252,7 @@ def test_managed_storages_are_empty_after_the_forward_and_gone_after_the_backwar
     gc.collect()
     assert not [reference for reference in alive if reference() is not None], "outputs outlive the backward"
     assert all(layer.residual_stream_recompute_context is None for layer in model.decoder.layers)
-    assert not any(layer._carried for layer in model.decoder.layers)
+    assert not any(layer._carried or layer._read_ahead for layer in model.decoder.layers)
 
 
 def test_two_micro_batches_in_flight_share_nothing() -> None:

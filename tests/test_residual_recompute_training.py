@@ -58,7 +58,7 @@ def test_fifty_steps_leave_memory_and_live_tensors_as_they_were(monkeypatch: pyt
     def counting(self: Any, function: Any, *args: Any, **options: Any) -> Any:
         nonlocal managed_bytes
         output = checkpoint(self, function, *args, **options)
-        managed_bytes += output.nbytes
+        managed_bytes += sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
         return output
 
     monkeypatch.setattr(ResidualStreamRecomputeContext, "checkpoint", counting)

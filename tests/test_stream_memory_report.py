@@ -191,4 +191,4 @@ def test_a_wide_model_with_the_best_block_holds_little_more_than_the_ordinary_on
     assert wide.measured_held is not None
     print({row.model: row.measured_held for row in (ordinary, wide, best)})
     assert best.measured_held <= 1.25 * ordinary.measured_held
-    assert wide.measured_held > 1.5 * ordinary.measured_held, "the comparison is void: streams weigh nothing here"
+    assert wide.measured_held > 1.3 * ordinary.measured_held, "the comparison is void: streams weigh nothing here"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness_models import WIDTH, build_gpt, single_process_megatron
 from torch import Tensor
 
 from megatron.core.transformer.streamwise_residual_backends import BACKEND_VARIABLE
@@ -90,6 +91,34 @@ def test_bias_and_dropout_stand_before_the_write_with_one_mask_for_all_streams()
     grad_u, grad_bias = torch.autograd.grad(y.sum(), (u, bias))
     torch.testing.assert_close(grad_u, torch.where(kept_nd, k / (1 - p), 0.0))
     torch.testing.assert_close(grad_bias, grad_u.sum(0))
+
+
+def graph_nodes(output: Tensor) -> list[str]:
+    """Names of the operations that `output` was computed by."""
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+def test_a_layer_reads_its_stream_twice_not_three_times_and_gives_the_bits_of_its_halves() -> None:
+    """Its own forward writes the attention's output and reads the MLP's input in one operation; the halves do not."""
+    with single_process_megatron():
+        model = build_gpt(4, num_layers=1, hidden_dropout=0.1)
+        layer = model.decoder.layers[0]
+        mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+        x_sbw = random(8, 2, 4 * WIDTH, dtype=torch.float32, seed=1)
+        torch.manual_seed(3)
+        whole, _ = layer(x_sbw, attention_mask=mask)
+        torch.manual_seed(3)
+        halves = layer._forward_mlp(layer._forward_attention(x_sbw, attention_mask=mask)[0])
+        names = graph_nodes(whole)
+    assert torch.equal(whole, halves), "the layer differs from its two halves"
+    operations = ("StreamwiseReadBackward", "StreamwiseWriteReadBackward", "StreamwiseWriteBackward")
+    assert [names.count(name) for name in operations] == [1, 1, 1]
 
 
 X, U, L = torch.ones(2, 8), torch.ones(2, 2), torch.zeros(4)

@@ -33,7 +33,11 @@ _NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RM
 
 
 def stream_costs(
-    config: TransformerConfig, num_streams: int, *, branches_per_layer: int = BRANCHES_PER_LAYER
+    config: TransformerConfig,
+    num_streams: int,
+    *,
+    branches_per_layer: int = BRANCHES_PER_LAYER,
+    learned_retention: bool = False,
 ) -> StreamCosts:
     """Return the costs of num_streams streams under an ordinary config's widths, dtypes, norms and dropout."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,6 +63,7 @@ def stream_costs(
         norm_bytes=norm_bytes,
         norm_saves_input=norm_saves_input,
         branches_per_layer=branches_per_layer,
+        learned_retention=learned_retention,
     )
 
 

@@ -4,7 +4,9 @@
     best_block_size([StageLoad(num_layers=12)], costs)        # layers in a block
 
 Every branch of a wide model saves its stream (K*D) and the update that it wrote (D); its norm saves the read (D) where
-an ordinary one saves the stream. With replay a block saves the stream at its start and each branch's update, and what
+an ordinary one saves the stream. The stream between the two branches of a layer is an exception: one operation writes
+it and reads it, and its backward computes it again, so it is saved only with learned retention, by the second branch's
+write. With replay a block saves the stream at its start and each branch's update, and what
 the norms and the dropout masks kept goes too. While the backward is in a block of n branches it holds, besides, what
 replay rebuilds there: n reads and n norms' outputs (D each, and what the norm saves) and n-1 writes (K*D each). What is
 saved falls with the size of a block, what is rebuilt grows; they meet near sqrt(K*B/(K+2)) branches a block, B branches
@@ -41,6 +43,7 @@ class StreamCosts:
         norm: what a norm saves, its input included where it saves it.
         bare_read: a branch's input where the norm does not save it, else 0.
         branches_per_layer: 2 for a Transformer layer.
+        unsaved: the streams of a layer that nothing saves.
     """
 
     num_streams: int
@@ -53,6 +56,7 @@ class StreamCosts:
     norm: int = 0
     bare_read: int = 0
     branches_per_layer: int = BRANCHES_PER_LAYER
+    unsaved: int = 0
 
     @classmethod
     def of_layout(
@@ -67,6 +71,7 @@ class StreamCosts:
         norm_bytes: int | None = None,
         norm_saves_input: bool = True,
         branches_per_layer: int = BRANCHES_PER_LAYER,
+        learned_retention: bool = False,
     ) -> StreamCosts:
         """Return the costs of K streams of width D; norm_bytes is by default that of a norm that saves its input only.
 
@@ -85,12 +90,14 @@ class StreamCosts:
             norm=branch if norm_bytes is None else norm_bytes,
             bare_read=0 if norm_saves_input else branch,
             branches_per_layer=branches_per_layer,
+            unsaved=0 if learned_retention else (branches_per_layer - 1) * num_streams * narrow,
         )
 
     def eager_layer(self, ordinary_layer: int) -> int:
         """Bytes that a wide layer keeps without replay, of those that the ordinary layer keeps."""
         # The norm saves the read, in the branch's dtype, instead of the stream.
-        return ordinary_layer + self.branches_per_layer * (self.stream + self.update + self.branch - self.narrow)
+        saved = self.branches_per_layer * (self.stream + self.update + self.branch - self.narrow)
+        return ordinary_layer + saved - self.unsaved
 
     def replayed_layer(self, ordinary_layer: int) -> int:
         """Bytes that a layer keeps under replay, without its block's share, of those that the ordinary layer keeps."""
@@ -108,7 +115,7 @@ class StreamCosts:
         branches = layers * self.branches_per_layer
         read = self.norm + self.bare_read + self.branch
         write = self.stream + self.mask + (self.update if self.new_update else 0)
-        return branches * read + (branches - 1) * write
+        return branches * read + (branches - 1) * write - self.unsaved  # the last layer's; others are kept by replay
 
     @property
     def ordinary_head(self) -> int:

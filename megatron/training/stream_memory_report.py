@@ -102,7 +102,8 @@ class _Predictor:
         parallel_length = args.tensor_model_parallel_size if args.sequence_parallel else 1
         self.tokens = args.seq_length * args.micro_batch_size // parallel_length
         ordinary = core_transformer_config_from_args(stack_arguments(args, ["dense"], None, None))
-        self.costs: StreamCosts = stream_costs(ordinary, args.wide_residual)
+        retention = bool(args.wide_residual_learned_retention)
+        self.costs: StreamCosts = stream_costs(ordinary, args.wide_residual, learned_retention=retention)
         # The fit knows one dtype; an fp32 stream makes the norm's input, and the dropout's mask, larger.
         narrow = stream_costs(
             core_transformer_config_from_args(

@@ -6,6 +6,9 @@ A connection object is built for one operation. A layer owns two per branch:
     update_with_bias = branch(norm(z_sbd))                               # Megatron's (output, bias or None)
     x_sbw = write_connection(branch_output=update_with_bias, state=state, dropout_probability=0.1, training=True)
 
+A write that is given the read connection of the branch after it, `next_read=...`, may do both in one pass over the
+stream and returns (x_sbw, z_sbd).
+
 What always holds: each argument belongs to one operation, and a call with a missing, foreign or ill-shaped argument
 raises a TypeError or ValueError that names it; the carried stream is never changed in place. Calls go through
 `__call__`, so module hooks see them.
@@ -50,7 +53,7 @@ class ResidualConnectionState:
 
 
 _READ_ARGUMENTS = ("hidden_states", "fp32_residual_connection", "branch_input_dtype")
-_WRITE_ARGUMENTS = ("branch_output", "state", "dropout_probability", "training")
+_WRITE_ARGUMENTS = ("branch_output", "state", "dropout_probability", "training", "next_read")
 _REQUIRED = {
     "read": ("hidden_states", "fp32_residual_connection"),
     "write": ("branch_output", "state", "dropout_probability", "training"),
@@ -107,13 +110,15 @@ class ResidualConnection(torch.nn.Module):
         state: ResidualConnectionState | None = None,
         dropout_probability: float | None = None,
         training: bool | None = None,
+        next_read: ResidualConnection | None = None,
     ) -> Any:
         """Run the operation that this object was built for.
 
         Read: hidden_states [s, b, w] and fp32_residual_connection, optionally branch_input_dtype; returns
         (branch input [s, b, D], ResidualConnectionState).
         Write: branch_output (update [s, b, D], bias [D] or None), state, dropout_probability and training; returns the
-        new stream [s, b, w] in the dtype of state.residual.
+        new stream [s, b, w] in the dtype of state.residual. With next_read, the connection that reads this stream next
+        (under the config's fp32_residual_connection), returns (new stream, its branch input [s, b, D]).
 
         Raises:
             TypeError: a missing argument, one of the other operation, or one of the wrong type.
@@ -127,6 +132,7 @@ class ResidualConnection(torch.nn.Module):
             "state": state,
             "dropout_probability": dropout_probability,
             "training": training,
+            "next_read": next_read,
         }
         self._check_arguments(given)
         if self.operation == "read":
@@ -145,7 +151,13 @@ class ResidualConnection(torch.nn.Module):
         assert dropout_probability is not None
         assert training is not None
         self._check_write(branch_output, state, dropout_probability)
-        return self._write(branch_output, state, dropout_probability=dropout_probability, training=training)
+        if next_read is None:
+            return self._write(branch_output, state, dropout_probability=dropout_probability, training=training)
+        if not isinstance(next_read, ResidualConnection) or next_read.operation != "read":
+            raise TypeError(f"{self.name}: next_read is {next_read!r}; a connection built for a read is wanted")
+        return self._write_read(
+            branch_output, state, next_read, dropout_probability=dropout_probability, training=training
+        )
 
     def _read(
         self, hidden_states: Tensor, *, fp32_residual_connection: bool, branch_input_dtype: torch.dtype | None
@@ -161,6 +173,17 @@ class ResidualConnection(torch.nn.Module):
         training: bool,
     ) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} brings no _write")
+
+    def _write_read(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        next_read: ResidualConnection,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} brings no _write_read")
 
     def _checkpoint_read(
         self,
@@ -182,6 +205,18 @@ class ResidualConnection(torch.nn.Module):
         training: bool,
     ) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} cannot replay its write")
+
+    def _checkpoint_write_read(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        next_read: ResidualConnection,
+        context: ResidualStreamRecomputeContext,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} cannot replay its write and read")
 
     def _check_arguments(self, given: dict[str, Any]) -> None:
         foreign = _WRITE_ARGUMENTS if self.operation == "read" else _READ_ARGUMENTS

@@ -191,6 +191,23 @@ def checkpoint_residual_write(
     )
 
 
+def checkpoint_residual_write_read(
+    connection: ResidualConnection,
+    branch_output: ResidualBranchOutput,
+    state: ResidualConnectionState,
+    next_read: ResidualConnection,
+    context: ResidualStreamRecomputeContext,
+    *,
+    dropout_probability: float,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """Checkpoint a residual write and the read of the next branch as one operation. Arguments and result as a write
+    with next_read."""
+    return connection._checkpoint_write_read(
+        branch_output, state, next_read, context, dropout_probability=dropout_probability, training=training
+    )
+
+
 def attach_residual_stream_recompute(
     stack: torch.nn.Module,
     config: TransformerConfig,

@@ -41,6 +41,11 @@ class FactorOperators:
         fused = cast(FusedStreamwiseKernels, kernels) if hasattr(kernels, "write_read_forward") else None
         self._fused: FusedStreamwiseKernels | None = fused
 
+    def paths(self) -> dict[str, str]:
+        """How each operator runs, for the log."""
+        fused = "in one pass" if self._fused is not None else "one after the other"
+        return {"read": self.name, "write": self.name, "write and read": fused, "bias and dropout": "PyTorch"}
+
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
         z_nd = self._kernels.read_forward(_as_streams(x, read.num_streams), read.factors(), z_dtype)
         return z_nd.view(*x.shape[:-1], z_nd.shape[-1])

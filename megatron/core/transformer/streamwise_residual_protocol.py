@@ -142,6 +142,9 @@ class StreamwiseOperators(Protocol):
     fuses_update: bool
     """Whether bias and dropout of a StreamwiseUpdate are honoured; where not, callers apply them before."""
 
+    def paths(self) -> dict[str, str]:
+        """How each operator runs, for the log: "one kernel", "composed", ..."""
+
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
         """z = sum_k f_k X_k."""
 

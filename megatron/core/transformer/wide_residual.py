@@ -20,7 +20,8 @@ Shape suffixes: s sequence, b batch, d branch width D, k streams, w stream width
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +38,11 @@ from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
     residual_stream_recompute_enabled,
 )
-from megatron.core.transformer.streamwise_residual_ops import streamwise_sigmoid_read, streamwise_sigmoid_writeback
+from megatron.core.transformer.streamwise_residual_ops import (
+    streamwise_sigmoid_read,
+    streamwise_sigmoid_write_read,
+    streamwise_sigmoid_writeback,
+)
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config, require_wide_residual_config
 from megatron.core.transformer.wide_residual_maps import (
     _MIN_CONTROLLER_NUMEL,
@@ -173,25 +178,47 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         dropout_probability: float,
         training: bool,
     ) -> Tensor:
-        """Add the bias, drop out (one mask for all streams), then write; rounded like the ordinary model's add."""
+        """Add the bias, drop out (one mask for all streams), then write."""
         update_sbd, bias_d = branch_output
-        drops_out = training and dropout_probability > 0
-        if update_sbd.dtype != state.residual.dtype and (bias_d is not None or drops_out):
-            # The ordinary model adds the bias and drops out in the stream's dtype. Without both, the operator fuses
-            # this cast.
-            update_sbd = update_sbd.to(state.residual.dtype)
-        if bias_d is not None:
-            update_sbd = update_sbd + bias_d.to(update_sbd.dtype)
-        if drops_out:
-            update_sbd = torch.nn.functional.dropout(update_sbd, p=dropout_probability, training=True)
-        return streamwise_sigmoid_writeback(
+        y_sbw: Tensor = streamwise_sigmoid_writeback(
             state.residual,
             update_sbd,
             self.write_map(return_logits=True),
             self.num_streams,
-            retention_logits=None if self.retention is None else self.retention(return_logits=True),
-            retention_max_forget=0.0 if self.retention is None else self.retention.max_forget,
+            bias=bias_d,
+            **self._write_options(dropout_probability, training),
         )
+        return y_sbw
+
+    def _write_read(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        next_read: ResidualConnection,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Write as _write, and read the next branch's input in the same pass over the stream."""
+        update_sbd, bias_d = branch_output
+        return streamwise_sigmoid_write_read(
+            state.residual,
+            update_sbd,
+            self.write_map(return_logits=True),
+            cast(StreamwiseSigmoidWideResidualConnection, next_read).read_map(return_logits=True),
+            self.num_streams,
+            bias=bias_d,
+            output_dtype=_branch_dtype(self.config, bool(self.config.fp32_residual_connection)),
+            **self._write_options(dropout_probability, training),
+        )
+
+    def _write_options(self, dropout_probability: float, training: bool) -> dict[str, Any]:
+        """What both kinds of write pass on to the operator."""
+        return {
+            "retention_logits": None if self.retention is None else self.retention(return_logits=True),
+            "retention_max_forget": 0.0 if self.retention is None else self.retention.max_forget,
+            "dropout_probability": dropout_probability if training else 0.0,
+        }
 
     def _checkpoint_read(
         self,
@@ -236,10 +263,43 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
                 training=training,
             )
 
-        tensors = (*branch_output, state.residual)
-        if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            return write(*tensors)
-        return context.checkpoint(write, *tensors)
+        return _replayed(write, branch_output, state, context)
+
+    def _checkpoint_write_read(
+        self,
+        branch_output: ResidualBranchOutput,
+        state: ResidualConnectionState,
+        next_read: ResidualConnection,
+        context: ResidualStreamRecomputeContext,
+        *,
+        dropout_probability: float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Replay a write and the read after it as one operation, like _checkpoint_write."""
+
+        def write_read(update_sbd: Tensor, bias_d: Tensor | None, residual_sbw: Tensor) -> tuple[Tensor, Tensor]:
+            return self(
+                branch_output=(update_sbd, bias_d),
+                state=ResidualConnectionState(residual_sbw, state.write_state),
+                dropout_probability=dropout_probability,
+                training=training,
+                next_read=next_read,
+            )
+
+        return _replayed(write_read, branch_output, state, context)
+
+
+def _replayed[R](
+    write: Callable[..., R],
+    branch_output: ResidualBranchOutput,
+    state: ResidualConnectionState,
+    context: ResidualStreamRecomputeContext,
+) -> R:
+    """write(update, bias, stream) under replay, or as it is where none of them has a gradient."""
+    tensors = (*branch_output, state.residual)
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return write(*tensors)
+    return context.checkpoint(write, *tensors)
 
 
 class StreamwiseSigmoidResidualReadout(torch.nn.Module):

@@ -9,7 +9,9 @@
             return self._run_branch("mamba", super().forward, hidden_states, ...)
 
 A branch is run by upstream's own forward on z (width D), which the read takes from the stream x (width K*D). The write
-stands where upstream calls the branch's bias-dropout-add, in the attribute `<branch>_bda`.
+stands where upstream calls the branch's bias-dropout-add, in the attribute `<branch>_bda`. A layer of two branches runs
+the first branch's write and the second one's read as one operation, in forwards within `_reading_ahead()`: with and
+without replay, with and without gradients.
 
 What always holds: a branch adds `residual_read*` and `residual_write*` to the layer and nothing else; building them
 draws no random numbers; after a forward, also one that raised, the layer holds no activation.
@@ -19,8 +21,8 @@ Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
     checkpoint_residual_read,
     checkpoint_residual_write,
+    checkpoint_residual_write_read,
 )
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
@@ -64,6 +67,8 @@ class WideResidualBranches:
             name: the layer's name, as upstream passes it down.
         """
         self._carried: dict[str, ResidualConnectionState] = {}
+        self._reads_ahead = False
+        self._read_ahead: tuple[Tensor, Tensor] | None = None  # a stream, and the branch input read from it already
         self.residual_stream_recompute_context: ResidualStreamRecomputeContext | None = None
         self._branches = tuple(branches)
         for branch in self._branches:
@@ -125,6 +130,10 @@ class WideResidualBranches:
         """Read the branch input from the stream and keep the stream for the write."""
         read = self._connection("read", branch)
         fp32_residual = bool(self.config.fp32_residual_connection)
+        ahead, self._read_ahead = self._read_ahead, None
+        if ahead is not None and ahead[0] is x_sbw:
+            self._carried[branch] = ResidualConnectionState(x_sbw.float() if fp32_residual else x_sbw)
+            return ahead[1]
         context = self.residual_stream_recompute_context
         if context is None:
             z_sbd, state = read(x_sbw, fp32_residual_connection=fp32_residual)
@@ -150,6 +159,14 @@ class WideResidualBranches:
         state = self._carried.pop(branch)
         options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
         context = self.residual_stream_recompute_context
+        if self._reads_ahead and branch != self._branches[-1]:
+            read = self._connection("read", self._branches[self._branches.index(branch) + 1])
+            if context is None:
+                ahead = write(branch_output=branch_output, state=state, next_read=read, **options)
+            else:
+                ahead = checkpoint_residual_write_read(write, branch_output, state, read, context, **options)
+            self._read_ahead = ahead
+            return ahead[0]
         ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
         if context is not None and not ends_block:
             return checkpoint_residual_write(write, branch_output, state, context, **options)
@@ -157,6 +174,15 @@ class WideResidualBranches:
         if context is not None:
             context.finalize(y_sbw)
         return y_sbw
+
+    @contextmanager
+    def _reading_ahead(self) -> Iterator[None]:
+        """A forward of the whole layer: each branch but the first runs on the stream that the one before wrote."""
+        self._reads_ahead = True
+        try:
+            yield
+        finally:
+            self._reads_ahead, self._read_ahead = False, None
 
     def _run_branch(self, branch: str, run_parent: Callable[..., Any], x_sbw: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Read, run the parent's code of the branch on the branch input, and leave nothing behind."""

@@ -10,6 +10,7 @@ of the ordinary layer are unchanged, and building the layer draws no random numb
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -66,6 +67,15 @@ class WideResidualTransformerLayer(WideResidualBranches, TransformerLayer):
             pg_collection=self.pg_collection,
             name=kwargs.get("name"),
         )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer: [s, b, K*D] -> ([s, b, K*D], context). Arguments as TransformerLayer.forward.
+
+        The attention's write reads the MLP's input in the same pass, unless upstream puts activations of the attention
+        on the host between the two.
+        """
+        with nullcontext() if self.offload_attn_norm else self._reading_ahead():
+            return super().forward(*args, **kwargs)
 
     def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the attention half-layer: [s, b, K*D] -> ([s, b, K*D], context)."""
