@@ -12,13 +12,34 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
 class LocalChoiceError(ValueError):
     """An option was given that this installation cannot serve."""
+
+
+@contextmanager
+def upstream_refusals() -> Iterator[None]:
+    """Turn an assertion or error by which upstream refuses options into a LocalChoiceError.
+
+    Only around code that looks at nothing but options: upstream's validation, and the making of a model's configuration.
+    """
+    try:
+        yield
+    except LocalChoiceError:
+        raise
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        if not text:  # an assertion without words: its own line says what was wanted
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+        raise LocalChoiceError(f"megatron-core does not take these options: {text}") from error
 
 
 @dataclass(frozen=True)
@@ -174,10 +195,30 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
             "local cannot add linear biases."
         )
     _check_multi_token_prediction(args)
+    _check_model_shape(args)
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "
             f"--transformer-impl local cannot split a sequence. Use 1."
+        )
+
+
+def _check_model_shape(args: argparse.Namespace) -> None:
+    """Refuse what megatron-core 0.19.2 finds wrong only while it builds the model, by an assertion or another error."""
+    if args.position_embedding_type == "relative":
+        raise LocalChoiceError(
+            "--position-embedding-type relative is T5's; GPT and hybrid models take learned_absolute, rope, yarn, mrope or "
+            "none."
+        )
+    experts, chosen = args.num_experts, args.moe_router_topk
+    if experts is not None and not 1 <= chosen <= experts:
+        raise LocalChoiceError(
+            f"--moe-router-topk {chosen} with --num-experts {experts}: from 1 to {experts} experts can be chosen."
+        )
+    layers, frequency = args.num_layers, args.moe_layer_freq
+    if experts is not None and layers is not None and isinstance(frequency, list) and len(frequency) != layers:
+        raise LocalChoiceError(
+            f"--moe-layer-freq names {len(frequency)} layers, --num-layers {layers}: one 0 or 1 for each layer is wanted."
         )
 
 

@@ -175,6 +175,7 @@ def validated_arguments(
         describe_local_defaults,
         repair_help,
         set_local_defaults,
+        upstream_refusals,
     )
 
     extensions = tuple(extensions)
@@ -205,7 +206,8 @@ def validated_arguments(
         print(line, flush=True)
     for extension in extensions:
         extension.before_validation(args)
-    validate_args(args)
+    with upstream_refusals():
+        validate_args(args)
     for extension in extensions:
         extension.after_validation(args)
     return args
@@ -282,6 +284,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     from megatron.run_control.trainer_side import leaving_on_request
     from megatron.training.data.unigram import describe_unigram_entropy
     from megatron.training.language_batches import forward_step
+    from megatron.training.local_defaults import upstream_refusals
     from megatron.training.run_logs.writers import closing_writers
     from megatron.training.text_datasets import check_corpus, train_valid_test_datasets_provider
 
@@ -298,9 +301,11 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
         if args.rank == 0 and (line := describe_unigram_entropy(args)) is not None:
             print(f"> {line}", flush=True)
         apply_patches(_patches_of_run(args), replaced)
+        with upstream_refusals():
+            config = kind.config(args)
         with closing_writers(), leaving_on_request():
             pretrain(
-                pretrain_cfg_container_from_args(args, _watched(kind.config(args), args)),
+                pretrain_cfg_container_from_args(args, _watched(config, args)),
                 train_valid_test_datasets_provider,
                 ModelType.encoder_or_decoder,
                 beating(forward_step, join_run()),
