@@ -28,7 +28,7 @@ class LocalChoiceError(ValueError):
 def upstream_refusals() -> Iterator[None]:
     """Turn an assertion or error by which upstream refuses options into a LocalChoiceError.
 
-    Only around code that looks at nothing but options: upstream's validation, and the making of a model's configuration.
+    Only around code that looks at nothing but options: upstream's validation, and a model's configuration.
     """
     try:
         yield
@@ -207,8 +207,8 @@ def _check_model_shape(args: argparse.Namespace) -> None:
     """Refuse what megatron-core 0.19.2 finds wrong only while it builds the model, by an assertion or another error."""
     if args.position_embedding_type == "relative":
         raise LocalChoiceError(
-            "--position-embedding-type relative is T5's; GPT and hybrid models take learned_absolute, rope, yarn, mrope or "
-            "none."
+            "--position-embedding-type relative is T5's; GPT and hybrid models take learned_absolute, rope, yarn, mrope "
+            "or none."
         )
     experts, chosen = args.num_experts, args.moe_router_topk
     if experts is not None and not 1 <= chosen <= experts:
@@ -218,7 +218,7 @@ def _check_model_shape(args: argparse.Namespace) -> None:
     layers, frequency = args.num_layers, args.moe_layer_freq
     if experts is not None and layers is not None and isinstance(frequency, list) and len(frequency) != layers:
         raise LocalChoiceError(
-            f"--moe-layer-freq names {len(frequency)} layers, --num-layers {layers}: one 0 or 1 for each layer is wanted."
+            f"--moe-layer-freq names {len(frequency)} layers, --num-layers {layers}: a 0 or 1 for each layer is wanted."
         )
 
 
