@@ -207,7 +207,7 @@ def _check_model_shape(args: argparse.Namespace) -> None:
     """Refuse what megatron-core 0.19.2 finds wrong only while it builds the model, by an assertion or another error."""
     if args.position_embedding_type == "relative":
         raise LocalChoiceError(
-            "--position-embedding-type relative is T5's; GPT and hybrid models take learned_absolute, rope, yarn, mrope "
+            "--position-embedding-type relative is T5's; GPT and hybrids take learned_absolute, rope, yarn, mrope "
             "or none."
         )
     experts, chosen = args.num_experts, args.moe_router_topk
