@@ -5,9 +5,10 @@
 
 The flags go through the very parser and checks of the training scripts; the whole model is built with its weights on
 PyTorch's meta device (shapes without memory) as if on one rank, for its parameters do not depend on the parallel
-layout. FLOPs of a step are upstream's count (num_floating_point_operations), which is that of the ordinary model: what
-streams add is 3K + 2 vector operations a branch, no matrix product. Where the tokenizer cannot be read the vocabulary
-is not known, and the entry says so in `error`, as it does for flags that are refused.
+layout. FLOPs of a step are those that the trainer's throughput counts (upstream's count and what it leaves out,
+megatron/training/model_flops.py): the ordinary model's, for streams add vector operations and no matrix product. Where
+the tokenizer cannot be read the vocabulary is not known, and the entry says so in `error`, as it does for flags that
+are refused.
 
 What always holds: an entry has numbers or an error, never a guess. It runs in a process of its own, because upstream
 keeps its arguments and process groups in globals.
@@ -69,6 +70,7 @@ def model_cost(script: str, flags: list[str]) -> dict[str, Any]:
     """Parameters, controllers and FLOPs per step of one model."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.layer_activations import lone_rank
+    from megatron.training.model_flops import left_out_flops
     from megatron.training.model_kinds import MODEL_KINDS
     from megatron.training.model_summary import count_parameters
     from megatron.training.pretrain_entry import ARGUMENT_EXTENSIONS, ArgumentExtension, validated_arguments
@@ -88,6 +90,7 @@ def model_cost(script: str, flags: list[str]) -> dict[str, Any]:
             model = config.get_builder_cls()(config).build_model(groups, pre_process=True, post_process=True)
         base, controllers = count_parameters([model])
     flops = num_floating_point_operations(args, args.global_batch_size)
+    flops += args.global_batch_size * args.seq_length * left_out_flops(args)
     return {"parameters": base, "controllers": controllers, "flops_per_step": float(flops)}
 
 
