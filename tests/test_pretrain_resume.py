@@ -21,12 +21,6 @@ def test_a_killed_fp32_run_resumes_bit_equal_with_dropout(whole_fp32: Run, tmp_p
     assert_resumes_bit_equal(OPTIONS, tmp_path, whole=whole_fp32)
 
 
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_a_killed_run_with_the_distributed_optimizer_resumes_bit_equal(precision: list[str], tmp_path: Path) -> None:
-    options = [*OPTIONS, *precision, "--use-distributed-optimizer"]
-    assert_resumes_bit_equal(options, tmp_path)
-
-
 def test_dropout_is_at_work_in_these_runs(whole_fp32: Run, tmp_path: Path) -> None:
     """Otherwise the other tests could not see random numbers that went astray."""
     options = [*OPTIONS, "--exit-interval", "1", "--attention-dropout", "0", "--hidden-dropout", "0"]

@@ -13,11 +13,9 @@ from megatron.training.pretrain_entry import parse_training_arguments
 
 WIDE = [*TINY_GPT, "--train-iters", str(RESUME_STEPS), "--wide-residual"]
 REPLAY = ["--recompute-granularity", "selective", "--recompute-modules", "residual_stream"]
+# Other settings resume without a kill in test_exact_resume.py.
 OPTIMIZER = ["--use-distributed-optimizer"]
 RUNS = {
-    "fp32": [*WIDE, "4"],
-    "fp32-distributed-optimizer-retention": [*WIDE, "3", "--wide-residual-learned-retention", *OPTIMIZER],
-    "bf16-replay": [*WIDE, "4", "--bf16", *REPLAY, "--residual-stream-recompute-num-layers", "1"],
     "bf16-distributed-optimizer-fp32-residual": [*WIDE, "4", "--bf16", "--fp32-residual-connection", *OPTIMIZER],
     "bf16-distributed-optimizer-plain-format": [*WIDE, "3", "--bf16", *OPTIMIZER, "--ckpt-format", "torch"],
 }
