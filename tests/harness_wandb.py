@@ -26,6 +26,22 @@ _FULL, _LAST = 1, 4
 
 
 @dataclass
+class StagedFile:
+    """A file of an artifact: its name there, and where its content lies until it is uploaded."""
+
+    name: str
+    path: str
+
+
+@dataclass
+class Artifact:
+    """What a run wants uploaded."""
+
+    aliases: list[str]
+    files: list[StagedFile]
+
+
+@dataclass
 class OfflineRun:
     """One start of a wandb run."""
 
@@ -38,6 +54,7 @@ class OfflineRun:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    artifacts: list[Artifact] = field(default_factory=list)
     exit_code: int | None = None
 
 
@@ -89,6 +106,9 @@ def read_offline_run(folder: Path) -> OfflineRun:
             run.rows[record.history.step.num] = _items(record.history.item)
         elif kind == "summary":
             run.summary |= _items(record.summary.update)
+        elif kind == "artifact":
+            staged = [StagedFile(entry.path, entry.local_path) for entry in record.artifact.manifest.contents]
+            run.artifacts.append(Artifact(list(record.artifact.aliases), staged))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -102,6 +102,17 @@ def test_checkpoints_are_noted_by_path_and_not_uploaded(two_starts: TwoStarts) -
     assert not staged, f"checkpoint files lie among wandb's: {staged}"
 
 
+def test_a_checkpoint_is_uploaded_where_that_is_asked_for(tmp_path: Path) -> None:
+    options = [*TINY_GPT, *WANDB, "--wandb-upload-checkpoints", "--train-iters", "1", "--save-interval", "1"]
+    with wandb_environment(WANDB_DATA_DIR=str(tmp_path / "data"), WANDB_CACHE_DIR=str(tmp_path / "cache")):
+        train_here([*options, "--save", str(tmp_path / "save")])
+    (artifact,) = read_offline_run(tmp_path / "save").artifacts
+    assert "iter_0000001" in artifact.aliases
+    names = [file.name for file in artifact.files]
+    assert any(name.endswith(".distcp") for name in names), f"the checkpoint's files are not in the artifact: {names}"
+    assert not [file for file in artifact.files if not Path(file.path).exists()]
+
+
 def test_a_run_needs_neither_save_nor_tensorboard_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with wandb_environment(WANDB_RUN_GROUP="from-environment"):

@@ -57,7 +57,7 @@ class StreamMonitor:
     def __init__(self, model_chunks: Sequence[torch.nn.Module], args: Namespace) -> None:
         self._args = args
         self._interval: int = args.log_streams_interval
-        self._groups: Any = model_chunks[0].pg_collection
+        self._groups: Any = unwrap_model(model_chunks[0]).pg_collection
         config = get_model_config(model_chunks[0])
         self._width: int = args.hidden_size  # the config's is the carried one on pipeline stages
         self._streams = require_wide_residual_config(config, "StreamMonitor").num_streams
