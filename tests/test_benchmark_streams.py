@@ -25,7 +25,10 @@ KEYS = {
     "tokens": int,
     "retention": bool,
     "fraction_of_copy": float,
+    "fraction_low": float,
+    "fraction_high": float,
     "seconds": float,
+    "speedup_over": dict,
 }
 
 
@@ -37,7 +40,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_json_lists_every_operator_direction_backend_and_dtype(tmp_path: Path) -> None:
     path = tmp_path / "streams.json"
     shape = ("--num-streams", "3", "--hidden-size", "16", "--tokens", "20", "--repeats", "2", "--threads", "1")
-    done = run(*shape, "--retention", "--json", str(path))
+    backends = ("naive", "eager", "compiled")
+    outputs = ("--json", str(path), "--markdown", str(tmp_path / "streams.md"))
+    done = run(*shape, "--retention", "--backend", *backends, "--no-package", *outputs)
     assert done.returncode == 0, done.stderr
     records = json.loads(path.read_text())
     for record in records:
@@ -49,12 +54,22 @@ def test_json_lists_every_operator_direction_backend_and_dtype(tmp_path: Path) -
     assert len(measured) == len(records), "a case was measured twice"
     assert measured == {
         (op, direction, backend, dtype, retention)
-        for op, retention in (("read", False), ("write", False), ("write", True))
-        for direction in ("forward", "backward")
-        for backend in ("naive", "eager", "compiled")
+        for op, retention in (
+            ("read", False),
+            ("write", False),
+            ("write", True),
+            ("write_read", False),
+            ("step", False),
+        )
+        for direction in (("both",) if op == "step" else ("forward", "backward"))
+        for backend in backends
         for dtype in ("fp32", "bf16")
     }
-    assert [entry.name for entry in tmp_path.iterdir()] == ["streams.json"], "something half-written was left"
+    for record in records:
+        assert set(record["speedup_over"]) == set(backends) - {record["backend"]}
+        assert all(speedup > 0 for speedup in record["speedup_over"].values())
+    assert {entry.name for entry in tmp_path.iterdir()} == {"streams.json", "streams.md"}, "something half-written"
+    assert len((tmp_path / "streams.md").read_text().splitlines()) > len(records)
     for word in ("copy:", "retention", "compiled", "naive"):
         assert word in done.stdout
 
@@ -66,7 +81,7 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
         4,
         ("--num-streams", "4", "--hidden-size", "8", "--tokens", "16", "--repeats", "1", "--dtype", "fp64"),
     )
-    done = run(*arguments, "--backend", "auto", "--retention", "--json", str(path))
+    done = run(*arguments, "--backend", "auto", "--retention", "--no-package", "--json", str(path))
     assert done.returncode == 0, done.stderr
     moved = {
         ("read", "forward", False): k + 1,
@@ -75,6 +90,9 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
         ("write", "backward", False): k + 2,
         ("write", "forward", True): 2 * k + 1,
         ("write", "backward", True): 3 * k + 2,
+        ("write_read", "forward", False): 2 * k + 2,
+        ("write_read", "backward", False): 3 * k + 3,
+        ("step", "both", False): 9 * k + 5,
     }
     records = json.loads(path.read_text())
     assert len(records) == len(moved)
@@ -91,6 +109,7 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
         (["--backend", "magic"], "--backend: invalid choice: 'magic'"),
         (["--json", "/no/such/folder/x.json"], "--json: the folder /no/such/folder does not exist"),
         (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA device here"),
+        (["--package", "--no-steps"], "--no-steps: not allowed with argument --package"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -134,5 +153,22 @@ def test_help_explains_every_flag_without_importing_torch() -> None:
         "repeats",
         "threads",
         "device",
+        "package",
+        "markdown",
     ):
         assert f"--{flag}" in done.stdout
+
+
+def test_the_package_that_was_asked_for_and_is_not_installed_is_refused_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'hyper_connections' else find(name, *rest)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run("--tokens", "2", "--backend", "naive", "--package")
+    assert done.returncode == 2
+    assert "error: --package: hyper-connections is not installed" in done.stderr
+    assert "pip install -c constraints.txt -e '.[benchmarks]'" in done.stderr

@@ -25,12 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare checkout works without an install
 
+from benchmarking import Column, Report, argument_parser, positive
 from quiet_imports import quiet_imports
 
 _VOCABULARY, _POSITIONS = 4096, 128
 
 
-def _positive(text: str) -> float:
+def _size(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -42,16 +43,14 @@ def _positive(text: str) -> float:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; imports nothing heavy."""
-    parser = argparse.ArgumentParser(
-        description="Time checkpoint conversions against cp.",
-        epilog="example: benchmark_convert.py --gigabytes 2 --rounds 5",
-        allow_abbrev=False,
+    parser = argument_parser(
+        "Time checkpoint conversions against cp.", "python tools/benchmark_convert.py --gigabytes 2 --rounds 5"
     )
     add = parser.add_argument
-    add("--gigabytes", type=_positive, default=1.0, metavar="N", help="size of the checkpoint (default: 1)")
-    add("--width", type=int, default=1024, metavar="D", help="of the model (default: 1024)")
-    add("--rounds", type=int, default=3, metavar="N", help="measurements of each; medians are printed (default: 3)")
-    add("--folder", type=Path, default=Path("."), metavar="DIR", help="where to work (default: here)")
+    add("--gigabytes", type=_size, default=1.0, metavar="N", help="size of the checkpoint")
+    add("--width", type=positive, default=1024, metavar="D", help="of the model")
+    add("--rounds", type=positive, default=3, metavar="N", help="measurements of each; medians are printed")
+    add("--folder", type=Path, default=Path("."), metavar="DIR", help="where to work")
     add("--json", action="store_true", help="one JSON object")
     return parser.parse_args(argv)
 
@@ -185,19 +184,20 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {"bytes": nbytes, "layers": layers, "width": width, "rounds": args.rounds, "rows": rows}
 
 
-def report_lines(report: dict[str, Any]) -> list[str]:
+def make_report(report: dict[str, Any]) -> Report:
     """Return the report for people."""
-    lines = [
+    rows = []
+    for row in report["rows"]:
+        cells = [row["what"], f"{row['seconds']:.2f}", f"{row['megabytes_per_second']:.0f}", f"{row['ratio']:.2f}"]
+        sizes = [row["peak_bytes"], 2 * row["largest_layer_bytes"]] if "peak_bytes" in row else []
+        rows.append([*cells, *(f"{size / 2**20:.1f}" for size in sizes), *([] if sizes else ["", ""])])
+    names = ("seconds", "MB/s", "of cp", "peak MiB", "2 layers MiB")
+    return Report(
         f"{report['bytes']:,} bytes of tensors, {report['layers']} layers of width {report['width']}, medians of "
         f"{report['rounds']} rounds",
-        f"{'':<30}{'seconds':>9}{'MB/s':>9}{'of cp':>8}{'peak MiB':>10}{'2 layers MiB':>14}",
-    ]
-    for row in report["rows"]:
-        line = f"{row['what']:<30}{row['seconds']:>9.2f}{row['megabytes_per_second']:>9.0f}{row['ratio']:>8.2f}"
-        if "peak_bytes" in row:
-            line += f"{row['peak_bytes'] / 2**20:>10.1f}{2 * row['largest_layer_bytes'] / 2**20:>14.1f}"
-        lines.append(line)
-    return lines
+        [Column("what"), *(Column(name, right=True) for name in names)],
+        rows,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -211,7 +211,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ConversionError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report) if args.json else "\n".join(report_lines(report)))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        make_report(report).print()
     return 0
 
 

@@ -11,39 +11,48 @@ outputs and gradients of the two are compared. Repetitions are interleaved, so t
 
 Memory is the peak of what one forward and backward allocates beyond inputs and weights, as PyTorch's allocators count.
 
-What always holds: nothing is measured before the arguments have been checked; --json is written beside and renamed into
+What always holds: nothing is measured before the arguments have been checked; files are written beside and renamed into
 place. Exit status: 0 done, 2 bad arguments or results that disagree.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
-from quiet_imports import quiet_imports
+from benchmarking import (
+    DTYPES,
+    BenchmarkError,
+    Column,
+    Report,
+    add_run_arguments,
+    argument_parser,
+    interleave,
+    machine,
+    machine_line,
+    over,
+    parse,
+    peak_rise,
+    positive,
+    prepare_process,
+    run_tool,
+    write_outputs,
+)
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2}  # of the largest element
-WARM_UP_CALLS = 1
 OURS = "ours"
-
-
-class BenchmarkError(Exception):
-    """What was asked for cannot be measured here, or the two sides disagree."""
 
 
 @dataclass(frozen=True)
@@ -54,36 +63,24 @@ class Case:
     run: Callable[[], torch.Tensor]
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, got {text!r}")
-    return value
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; imports nothing heavy, so that --help is instant."""
-    parser = argparse.ArgumentParser(
-        description="Time Mamba-2's PyTorch operators against Hugging Face's slow path, and measure their memory.",
-        epilog="example: python tools/benchmark_mamba.py --length 2048 --dtype bf16 --threads 1",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    parser = argument_parser(
+        "Time Mamba-2's PyTorch operators against Hugging Face's slow path, and measure their memory.",
+        "python tools/benchmark_mamba.py --length 2048 --dtype bf16 --threads 1",
     )
     shape = parser.add_argument_group("what is measured")
-    shape.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences")
-    shape.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens of a sequence")
-    shape.add_argument("--heads", type=_positive, default=16, metavar="N", help="heads")
-    shape.add_argument("--head-dim", type=_positive, default=64, metavar="N", help="features of a head")
-    shape.add_argument("--groups", type=_positive, default=1, metavar="N", help="groups of heads that share B and C")
-    shape.add_argument("--state-dim", type=_positive, default=128, metavar="N", help="size of a head's state")
-    shape.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of inputs and weights")
+    shape.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences")
+    shape.add_argument("--length", type=positive, default=1024, metavar="N", help="tokens of a sequence")
+    shape.add_argument("--heads", type=positive, default=16, metavar="N", help="heads")
+    shape.add_argument("--head-dim", type=positive, default=64, metavar="N", help="features of a head")
+    shape.add_argument("--groups", type=positive, default=1, metavar="N", help="groups of heads that share B and C")
+    shape.add_argument("--state-dim", type=positive, default=128, metavar="N", help="size of a head's state")
+    shape.add_argument("--dtype", choices=sorted(TOLERANCES), default="fp32", help="dtype of inputs and weights")
     shape.add_argument(
         "--hf-chunk-size",
         nargs="+",
-        type=_positive,
+        type=positive,
         default=[64, 128, 256],
         metavar="N",
         help="chunk sizes that Hugging Face's path is run with; 256 is its own default",
@@ -91,21 +88,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shape.add_argument(
         "--memory-lengths",
         nargs="*",
-        type=_positive,
+        type=positive,
         default=[512, 1024, 2048, 4096],
         metavar="N",
         help="lengths whose memory is measured; give none to leave this out",
     )
-    run = parser.add_argument_group("how")
-    run.add_argument("--repeats", type=_positive, default=7, metavar="N", help="interleaved repetitions")
-    run.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
-    run.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE (default: no file)")
-    args = parser.parse_args(argv)
+    add_run_arguments(parser, repeats=7, device=True)
+    args = parse(parser, argv)
     if args.heads % args.groups:
         parser.error(f"argument --groups: {args.heads} heads cannot be shared out to {args.groups} groups")
-    if args.json and not args.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: the folder {args.json.resolve().parent} does not exist")
     return args
 
 
@@ -210,39 +201,29 @@ def measure_speed(args: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [our_case(mixer, zxbcdt)]
     cases += [hugging_face_case(mixer, size, zxbcdt) for size in dict.fromkeys(args.hf_chunk_size)]
     check_agreement(args, cases, inputs)
-    seconds: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
-    for repetition in range(WARM_UP_CALLS + args.repeats):
-        for case in cases:
-            start = _now(args.device)
-            with torch.no_grad():
-                case.run()
-            middle = _now(args.device)
-            y = case.run()
-            torch.autograd.grad(y, inputs, torch.ones_like(y))
-            end = _now(args.device)
-            if repetition >= WARM_UP_CALLS:
-                seconds[case.name].append((middle - start, end - middle))
+
+    def forward(case: Case) -> torch.Tensor:
+        with torch.no_grad():
+            return case.run()
+
+    def both(case: Case) -> tuple[torch.Tensor, ...]:
+        y = case.run()
+        return torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    passes = {f"{case.name} {run.__name__}": partial(run, case) for case in cases for run in (forward, both)}
+    timings = interleave(passes, repeats=args.repeats, warm_up=1, device=args.device)
+    seconds = {name: measured.wall for name, measured in timings.items()}
     return [
         {
-            "case": name,
+            "case": case.name,
             "length": args.length,
             "dtype": args.dtype,
-            "forward_seconds": statistics.median(forward for forward, _ in measured),
-            "forward_backward_seconds": statistics.median(both for _, both in measured),
-            "speedup_over_it": statistics.median(
-                theirs[1] / mine[1] for theirs, mine in zip(measured, seconds[OURS], strict=True)
-            ),
+            "forward_seconds": statistics.median(seconds[f"{case.name} forward"]),
+            "forward_backward_seconds": statistics.median(seconds[f"{case.name} both"]),
+            "speedup_over_it": statistics.median(over(seconds[f"{case.name} both"], seconds[f"{OURS} both"])),
         }
-        for name, measured in seconds.items()
+        for case in cases
     ]
-
-
-def _now(device: str) -> float:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -264,111 +245,67 @@ def measure_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
                 y = case.run()
                 torch.autograd.grad(y, inputs, torch.ones_like(y))
 
-            record[name] = _peak_bytes(step, args.device)
+            record[name] = peak_rise(step, args.device)
         records.append(record)
     return records
 
 
-def _peak_bytes(step: Callable[[], None], device: str) -> int:
-    """How far the allocated bytes rise above those held before the step."""
+def make_reports(args: argparse.Namespace, speed: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[Report]:
+    """The results as tables."""
     import torch
-
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    kineto = profile.profiler.kineto_results
-    changes = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
-    return max(accumulate((nbytes for _, nbytes in changes), initial=0))
-
-
-def print_tables(args: argparse.Namespace, speed: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    """The results as tables on stdout."""
-    import torch
-    from rich.console import Console
-    from rich.table import Table
 
     where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
     shape = f"batch {args.batch}, {args.heads} heads of {args.head_dim}, {args.groups} groups, state {args.state_dim}"
-    table = Table(
-        padding=(0, 1),
-        title=f"length {args.length}, {shape}, {args.dtype}, {where}, {args.repeats} repetitions",
-        caption="the last column: forward and backward, as many times as slow as ours",
-    )
-    table.add_column("case", no_wrap=True)
-    for column in ("forward ms", "forward+backward ms", "against ours"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for record in speed:
-        table.add_row(
+    columns = [Column("case")]
+    columns += [Column(name, right=True) for name in ("forward ms", "forward+backward ms", "against ours")]
+    rows = [
+        [
             record["case"],
             f"{record['forward_seconds'] * 1e3:.1f}",
             f"{record['forward_backward_seconds'] * 1e3:.1f}",
             f"{record['speedup_over_it']:.2f}",
-        )
-    Console().print(table)
+        ]
+        for record in speed
+    ]
+    title = f"length {args.length}, {shape}, {args.dtype}, {where}, {args.repeats} repetitions"
+    note = "the last column: forward and backward, as many times as slow as ours; " + machine_line(machine())
+    reports = [Report(title, columns, rows, note)]
     if not memory:
-        return
-    table = Table(padding=(0, 1), title=f"peak of one forward and backward, {shape}, {args.dtype}")
+        return reports
     hf = f"hf, chunk {max(args.hf_chunk_size)}"
-    for column in ("length", "ours MiB", "ours KiB/token", f"{hf} MiB", f"{hf} KiB/token"):
-        table.add_column(column, justify="right", no_wrap=True)
+    names = ("length", "ours MiB", "ours KiB/token", f"{hf} MiB", f"{hf} KiB/token")
+    rows = []
     for record in memory:
         ours, theirs, tokens = record["our_bytes"], record["hf_bytes"], record["length"] * args.batch
-        columns = (f"{ours / 2**20:.0f}", f"{ours / tokens / 1024:.1f}")
-        table.add_row(str(record["length"]), *columns, f"{theirs / 2**20:.0f}", f"{theirs / tokens / 1024:.1f}")
-    Console().print(table)
-
-
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write the results beside `path` and rename them into place."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        unfinished.write_text(json.dumps(results, indent=2) + "\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        row = [str(record["length"]), f"{ours / 2**20:.0f}", f"{ours / tokens / 1024:.1f}"]
+        rows.append([*row, f"{theirs / 2**20:.0f}", f"{theirs / tokens / 1024:.1f}"])
+    title = f"peak of one forward and backward, {shape}, {args.dtype}"
+    return [*reports, Report(title, [Column(name, right=True) for name in names], rows)]
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write; BenchmarkError where that is impossible."""
-    import torch
+    import transformers
 
     from megatron.cpu.allocator import keep_freed_memory
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()  # its notes that it runs the slow path: that is what we measure
+    prepare_process(args)
     memory = measure_memory(args)
     if args.device == "cpu":
         keep_freed_memory()  # from here on the resident memory says nothing
     speed = measure_speed(args)
-    print_tables(args, speed, memory)
-    if args.json:
-        write_json(args.json, {"speed": speed, "memory": memory})
+    reports = make_reports(args, speed, memory)
+    for report in reports:
+        report.print()
+    write_outputs(args, {"speed": speed, "memory": memory}, reports)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts bytes says on stderr when it starts
-    try:
-        with quiet_imports():
-            import transformers
-
-            import megatron.core.ssm.torch_mamba_scan  # noqa: F401
-        transformers.logging.set_verbosity_error()  # its notes that it runs the slow path: that is what we measure
-        run(args)
-    except (BenchmarkError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return run_tool(lambda: run(args))
 
 
 if __name__ == "__main__":

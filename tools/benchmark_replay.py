@@ -9,7 +9,7 @@ model, so that a busy machine slows all of them; a ratio is formed within a repe
 and the range of the middle half. The ratio of CPU times stands beside it: other processes disturb it less. The ordinary
 model of the same layers is timed too.
 
-What always holds: the losses of the wide models are compared bit by bit before anything is timed; --json is written
+What always holds: the losses of the wide models are compared bit by bit before anything is timed; files are written
 beside and renamed into place. Exit status: 0 done, 2 bad arguments.
 """
 
@@ -18,11 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,15 +27,26 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
-from quiet_imports import quiet_imports
+from benchmarking import (
+    DTYPES,
+    BenchmarkError,
+    Column,
+    Report,
+    add_run_arguments,
+    argument_parser,
+    interleave,
+    machine,
+    machine_line,
+    over,
+    parse,
+    positive,
+    prepare_process,
+    run_tool,
+    spread,
+    write_outputs,
+)
 
 AUTO = "auto"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-WARM_UP_STEPS = 2
-
-
-class BenchmarkError(Exception):
-    """What was asked for cannot be measured here."""
 
 
 @dataclass(frozen=True)
@@ -54,53 +62,30 @@ class Result:
     cpu_ratio: float
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, got {text!r}")
-    return value
-
-
 def _block_size(text: str) -> int | str:
-    return AUTO if text == AUTO else _positive(text)
+    return AUTO if text == AUTO else positive(text)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; imports nothing heavy, so that --help is instant."""
-    parser = argparse.ArgumentParser(
-        description="Measure the step time of a wide GPT with replay of the residual stream over the one without.",
-        epilog="Example: benchmark_replay.py --hidden-size 256 --tokens 512 --block-size auto 1 4",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    parser = argument_parser(
+        "Measure the step time of a wide GPT with replay of the residual stream over the one without.",
+        "python tools/benchmark_replay.py --hidden-size 256 --tokens 512 --block-size auto 1 4",
     )
     shape = parser.add_argument_group("what is measured")
-    shape.add_argument("--num-streams", type=_positive, default=4, metavar="K", help="residual streams, 2 or more")
-    shape.add_argument("--num-layers", type=_positive, default=12, metavar="L", help="Transformer layers")
-    shape.add_argument("--hidden-size", type=_positive, default=512, metavar="D", help="width of a branch")
-    shape.add_argument("--num-attention-heads", type=_positive, default=8, metavar="H", help="heads; they divide D")
-    shape.add_argument("--tokens", type=_positive, default=1024, metavar="S", help="tokens of the one sequence")
-    shape.add_argument("--vocab-size", type=_positive, default=1024, metavar="V", help="size of the vocabulary")
+    shape.add_argument("--num-streams", type=positive, default=4, metavar="K", help="residual streams, 2 or more")
+    shape.add_argument("--num-layers", type=positive, default=12, metavar="L", help="Transformer layers")
+    shape.add_argument("--hidden-size", type=positive, default=512, metavar="D", help="width of a branch")
+    shape.add_argument("--num-attention-heads", type=positive, default=8, metavar="H", help="heads; they divide D")
+    shape.add_argument("--tokens", type=positive, default=1024, metavar="S", help="tokens of the one sequence")
+    shape.add_argument("--vocab-size", type=positive, default=1024, metavar="V", help="size of the vocabulary")
     shape.add_argument("--dropout", action="store_true", help="with dropout of 0.1, as Megatron's default is")
-    shape.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the parameters")
+    shape.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters")
     shape.add_argument(
         "--block-size", type=_block_size, nargs="+", default=[AUTO], metavar="N", help='layers in a block, or "auto"'
     )
-    run = parser.add_argument_group("how")
-    run.add_argument("--repeats", type=_positive, default=15, metavar="N", help="interleaved repetitions")
-    run.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
-    run.add_argument(
-        "--allocator",
-        choices=("keep", "default"),
-        default="default",
-        help="leave malloc as it is, as training does, or keep freed memory in the process (megatron/cpu/allocator.py)",
-    )
-    run.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE (default: no file)")
-    args = parser.parse_args(argv)
-    if args.json and not args.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: the folder {args.json.resolve().parent} does not exist")
+    add_run_arguments(parser, repeats=15, allocator="default")
+    args = parse(parser, argv)
     if args.num_streams < 2:
         parser.error(f"argument --num-streams: {args.num_streams} is too few; 2 or more streams are wanted")
     if args.hidden_size % args.num_attention_heads:
@@ -224,94 +209,49 @@ def measure(args: argparse.Namespace) -> list[Result]:
         losses.append(step())
     if len(set(losses)) > 1:
         raise BenchmarkError(f"the wide models' losses differ: {losses}")
-    seconds: list[list[float]] = [[] for _ in steps]
-    cpu_seconds: list[list[float]] = [[] for _ in steps]
-    for repetition in range(WARM_UP_STEPS + args.repeats):
-        # Each repetition begins with another model, so that none always follows the same neighbour.
-        for turn in range(len(steps)):
-            index = (repetition + turn) % len(steps)
-            start, cpu_start = time.perf_counter(), time.process_time()
-            steps[index]()
-            torch.cuda.synchronize()
-            if repetition >= WARM_UP_STEPS:
-                seconds[index].append(time.perf_counter() - start)
-                cpu_seconds[index].append(time.process_time() - cpu_start)
+    names = [model if size is None else f"wide, replay N={size}" for model, _, size in wanted]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timings = interleave(dict(zip(names, steps, strict=True)), repeats=args.repeats, device=device)
     results = []
-    for (model, _, size), own, own_cpu in zip(wanted, seconds, cpu_seconds, strict=True):
-        ratios = _over(own, seconds[1])
-        low, high = _middle_half(ratios)
-        cpu_ratio = statistics.median(_over(own_cpu, cpu_seconds[1]))
-        results.append(Result(model, size, statistics.median(own), statistics.median(ratios), low, high, cpu_ratio))
+    for name, (model, _, size) in zip(names, wanted, strict=True):
+        own, wide = timings[name], timings["wide"]
+        ratio, cpu_ratio = spread(over(own.wall, wide.wall)), spread(over(own.cpu, wide.cpu)).median
+        seconds = statistics.median(own.wall)
+        results.append(Result(model, size, seconds, ratio.median, ratio.low, ratio.high, cpu_ratio))
     return results
 
 
-def _over(values: list[float], others: list[float]) -> list[float]:
-    return [value / other for value, other in zip(values, others, strict=True)]
-
-
-def _middle_half(values: list[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-def print_table(args: argparse.Namespace, results: list[Result]) -> None:
-    """The results as a table on stdout."""
+def make_report(args: argparse.Namespace, results: list[Result]) -> Report:
+    """The results as a table."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=f"{args.num_layers} layers, D={args.hidden_size}, {args.tokens} tokens, K={args.num_streams}, "
-        f"{args.dtype}{', dropout' if args.dropout else ''}, {torch.get_num_threads()} threads, {args.repeats} "
-        "repetitions"
-    )
-    table.add_column("model", no_wrap=True)
-    for column in ("ms a step", "over wide", "middle half", "CPU time"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = f"{args.num_layers} layers, D={args.hidden_size}, {args.tokens} tokens, K={args.num_streams}, {args.dtype}"
+    title += f"{', dropout' if args.dropout else ''}, {torch.get_num_threads()} threads, {args.repeats} repetitions"
+    columns = [Column("model")]
+    columns += [Column(name, right=True) for name in ("ms a step", "over wide", "middle half", "CPU time")]
+    rows = []
     for result in results:
         name = result.model if result.block_size is None else f"wide, replay N={result.block_size}"
-        spread = f"{result.ratio_low:.3f}-{result.ratio_high:.3f}"
-        table.add_row(name, f"{result.seconds * 1e3:.0f}", f"{result.ratio:.3f}", spread, f"{result.cpu_ratio:.3f}")
-    Console().print(table)
+        middle_half = f"{result.ratio_low:.3f}-{result.ratio_high:.3f}"
+        row = [name, f"{result.seconds * 1e3:.0f}", f"{result.ratio:.3f}", middle_half, f"{result.cpu_ratio:.3f}"]
+        rows.append(row)
+    return Report(title, columns, rows, machine_line(machine()))
 
 
-def write_json(path: Path, results: list[Result]) -> None:
-    """Write the results beside `path` and rename them into place."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        unfinished.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, write; BenchmarkError where that is impossible."""
+    prepare_process(args)
+    with megatron():
+        results = measure(args)
+    report = make_report(args, results)
+    report.print()
+    write_outputs(args, [asdict(result) for result in results], [report])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
-    try:
-        with quiet_imports():
-            import torch
-
-            from megatron.cpu.allocator import keep_freed_memory
-
-            if args.threads:
-                torch.set_num_threads(args.threads)
-            if args.allocator == "keep" and not keep_freed_memory():
-                raise BenchmarkError("--allocator keep: this C library has no mallopt; leave it out")
-            with megatron():
-                results = measure(args)
-        print_table(args, results)
-        if args.json:
-            write_json(args.json, results)
-    except (BenchmarkError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return run_tool(lambda: run(args))
 
 
 if __name__ == "__main__":

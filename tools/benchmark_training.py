@@ -22,7 +22,6 @@ place. Exit status: 0 done, 2 bad arguments.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -328,7 +327,6 @@ def draw(results: list[Result], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write; BenchmarkError where that is impossible."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts bytes says on stderr when it starts
     prepare_process(args)
     results: list[Result] = []
     rates: dict[int, float] = {}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -163,6 +164,23 @@ def _synchronize(device: str) -> None:
         import torch
 
         torch.cuda.synchronize()
+
+
+def peak_rise(run: Callable[[], Any], device: str = "cpu") -> int:
+    """How far the allocated bytes rise above those held before `run`, as PyTorch's allocator counts."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says on stderr that it starts
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    kineto = profile.profiler.kineto_results
+    changes = sorted((event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
+from benchmarking import peak_rise
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -93,25 +93,12 @@ class TrainingModel:
 
     def peak_bytes(self) -> int:
         """The most that is allocated at any moment of a step, what is held between steps included."""
-        return self.held_bytes() + peak_rise(self.step)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return self.held_bytes() + peak_rise(self.step, device)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def peak_rise(run: Callable[[], Any]) -> int:
-    """How far the allocated bytes rise above those held before `run`, as PyTorch's allocator counts."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    kineto = profile.profiler.kineto_results
-    changes = sorted((event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]")
-    return max(accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 @dataclass
