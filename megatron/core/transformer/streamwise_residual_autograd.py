@@ -158,7 +158,7 @@ def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor) -> Tensor:
     """Sum over the tokens, in fp32 or wider, in the dtype of the bias."""
     assert grad_u is not None
     wide = torch.promote_types(grad_u.dtype, torch.float32)
-    return grad_u.flatten(end_dim=-2).sum(0, dtype=wide).to(bias_d.dtype)
+    return grad_u.view(-1, grad_u.shape[-1]).sum(0, dtype=wide).to(bias_d.dtype)
 
 
 def _sum_dtype(*inputs: Tensor | None) -> torch.dtype:
