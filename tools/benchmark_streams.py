@@ -104,8 +104,9 @@ def choose_backends(args: argparse.Namespace) -> list[str]:
 
     from megatron.core.transformer.streamwise_residual_backends import streamwise_backend
 
+    fastest = "triton" if args.device == "cuda" else "compiled"
     names: list[str] = []
-    for backend in args.backend or BACKENDS:
+    for backend in args.backend or (*PLAIN, "eager", fastest):
         if backend in PLAIN:
             names.append(backend)
             continue
