@@ -29,7 +29,7 @@ from megatron.training.stream_health.branches import StreamBranch, key_order, lo
 from megatron.training.stream_health.gradients import GradientParts
 from megatron.training.stream_health.pictures import heat_map
 from megatron.training.stream_health.report import BranchHealth, StreamReport
-from megatron.training.stream_health.samples import mean_of, stream_sums, sums_length
+from megatron.training.stream_health.samples import mean_of, stream_sums, sums_length, token_grams
 
 _MONITOR = "stream_health_monitor"
 _KINDS = ("read", "write", "retention")
@@ -62,7 +62,7 @@ class StreamMonitor:
         self._width: int = args.hidden_size  # the config's is the carried one on pipeline stages
         self._streams = require_wide_residual_config(config, "StreamMonitor").num_streams
         self._branches = local_branches(model_chunks)
-        self._sums: dict[str, Tensor] = {}
+        self._grams: dict[str, Tensor] = {}
         everywhere: list[Any] = [None] * torch.distributed.get_world_size()
         local = [(branch.key, sorted(branch.controllers())) for branch in self._branches]
         torch.distributed.all_gather_object(everywhere, local)
@@ -81,8 +81,8 @@ class StreamMonitor:
 
     def _watcher(self, branch: StreamBranch) -> Callable[[torch.nn.Module, Tensor], None]:
         def see(module: torch.nn.Module, x_sbw: Tensor) -> None:
-            if module.training and branch.key not in self._sums and self._reports():
-                self._sums[branch.key] = stream_sums(x_sbw, self._streams)
+            if module.training and branch.key not in self._grams and self._reports():
+                self._grams[branch.key] = token_grams(x_sbw, self._streams)
 
         return see
 
@@ -92,8 +92,8 @@ class StreamMonitor:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         table = torch.zeros(len(self._kinds), sums + 3 * streams + 3, dtype=torch.float64, device=device)
         row_of = {key: row for row, key in enumerate(self._kinds)}
-        for key, sums_m in self._sums.items():
-            table[row_of[key], :sums] = sums_m
+        if self._grams:
+            table[[row_of[key] for key in self._grams], :sums] = stream_sums(list(self._grams.values()))
         if self._groups.tp.rank() != 0:
             return table  # a copy of the controllers of tensor rank 0
         copies = self._groups.dp_cp.size()
@@ -114,12 +114,12 @@ class StreamMonitor:
     def collect(self, ddp_chunks: Sequence[Any]) -> StreamReport:
         """Return the report of this step; collective over all ranks."""
         table = self._table(ddp_chunks)
-        self._sums.clear()
+        self._grams.clear()
         torch.distributed.all_reduce(table)
         scale = self._loss_scale(ddp_chunks)
         rows = [
             self._row(key, kinds, table_row, scale)
-            for (key, kinds), table_row in zip(self._kinds.items(), table.cpu(), strict=True)
+            for (key, kinds), table_row in zip(self._kinds.items(), table.cpu().numpy(), strict=True)
         ]
         return StreamReport(self._step, rows)
 
@@ -128,10 +128,10 @@ class StreamMonitor:
         scale = get_model_config(ddp_chunks[0]).grad_scale_func
         return float(scale(torch.ones(1, device=torch.cuda.current_device()))) if scale is not None else 1.0
 
-    def _row(self, key: str, kinds: Sequence[str], row: Tensor, scale: float) -> BranchHealth:
+    def _row(self, key: str, kinds: Sequence[str], row: Any, scale: float) -> BranchHealth:
         """Return a branch from its row of the table."""
         streams, sums = self._streams, sums_length(self._streams)
-        factors = row[sums : sums + 3 * streams].view(3, streams)
+        factors = row[sums : sums + 3 * streams].reshape(3, streams)
         squares = row[sums + 3 * streams :]
         found = {kind: factors[_KINDS.index(kind)].tolist() for kind in kinds}
         norms = {kind: math.sqrt(squares[_KINDS.index(kind)]) / scale for kind in kinds}
@@ -145,9 +145,9 @@ class StreamMonitor:
         return BranchHealth(
             key,
             **found,
-            norm=(gram_kj.diagonal() / self._width).sqrt().tolist(),
+            norm=[math.sqrt(gram_kj[k, k] / self._width) for k in range(streams)],
             cosines=cosine_kj.tolist(),
-            share=(parts_k / total if total > 0 else torch.zeros_like(parts_k)).tolist(),
+            share=(parts_k / total if total > 0 else 0 * parts_k).tolist(),
             gradients=norms,
         )
 
@@ -166,8 +166,7 @@ class StreamMonitor:
         writer = get_tensorboard_writer()
         if writer is None:
             return
-        for name, value in report.scalars().items():
-            writer.add_scalar(name, value, report.step)
+        writer.add_numbers(report.scalars(), report.step)
         number = report.step // self._interval
         if number % REPORTS_PER_PICTURE == 1 or REPORTS_PER_PICTURE == 1 or report.step == self._args.train_iters:
             self._draw(report, writer)
