@@ -1,0 +1,73 @@
+"""tools/benchmarking.py: interleaving, spreads, tables and files of the benchmark tools.
+
+pytest tests/test_benchmarking.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from benchmarking import (
+    BenchmarkError,
+    Column,
+    Report,
+    interleave,
+    machine,
+    machine_line,
+    over,
+    peak_rise,
+    run_tool,
+    spread,
+    write_outputs,
+)
+
+
+def test_every_repetition_runs_each_case_once_and_begins_with_another() -> None:
+    ran: list[str] = []
+    cases = {name: lambda name=name: ran.append(name) for name in "abc"}
+    timings = interleave(cases, repeats=3, warm_up=1)
+    assert "".join(ran) == "abc" + "bca" + "cab" + "abc"
+    assert all(len(timing.wall) == len(timing.cpu) == 3 for timing in timings.values()), "warm-up was counted"
+
+
+def test_a_spread_is_the_median_and_the_middle_half() -> None:
+    found = spread([5.0, 1.0, 2.0, 3.0, 4.0])
+    assert (found.low, found.median, found.high) == (2, 3, 4)
+    assert spread([7.0]).text() == ("7.00", "7.00-7.00")
+    assert over([2.0, 9.0], [1.0, 3.0]) == [2, 3]
+
+
+def test_peak_is_the_highest_moment_and_not_the_sum() -> None:
+    import torch
+
+    def run() -> None:
+        for _ in range(3):
+            torch.ones(1 << 18)  # 1 MiB, freed each time
+
+    assert 1 << 20 <= peak_rise(run) < 2 << 20
+
+
+def test_markdown_names_machine_and_command_and_has_every_row(tmp_path: Path) -> None:
+    report = Report("title", [Column("what"), Column("ms", right=True)], [["a", "1"], ["b", "2"]], "note")
+    args = argparse.Namespace(json=tmp_path / "x.json", markdown=tmp_path / "x.md")
+    write_outputs(args, [{"a": 1}], [report])
+    text = (tmp_path / "x.md").read_text()
+    for part in ("`python ", "load average", "| what | ms |\n|---|---:|\n| a | 1 |\n| b | 2 |", "note"):
+        assert part in text
+    assert {entry.name for entry in tmp_path.iterdir()} == {"x.json", "x.md"}, "something half-written was left"
+    assert machine_line(machine()).count("load average") == 1
+
+
+@pytest.mark.parametrize("error", [BenchmarkError("not here"), OSError("disk full")], ids=lambda e: type(e).__name__)
+def test_what_cannot_be_measured_is_one_line_and_status_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise error
+
+    assert run_tool(run) == 2
+    assert capsys.readouterr().err.strip() == f"error: {error}"
