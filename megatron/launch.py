@@ -19,6 +19,9 @@ def pretrain(kind: str) -> int:
     warnings.filterwarnings(
         "ignore", message="(Transformer Engine and )?Apex (is|are) not|Only transformer-engine|Could not determine rank"
     )
+    from megatron.cpu.quick_imports import import_upstream
+
+    import_upstream()
     from megatron.training.model_kinds import MODEL_KINDS
     from megatron.training.pretrain_entry import main
 

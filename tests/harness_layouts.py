@@ -362,7 +362,9 @@ def main() -> None:
     import torch
 
     from megatron.cpu.host import training_host
+    from megatron.cpu.quick_imports import import_upstream
 
+    import_upstream()
     plan = json.loads(Path(sys.argv[1]).read_text())
     store, _, _ = next(torch.distributed.rendezvous("env://"))
     with training_host():

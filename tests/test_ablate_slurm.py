@@ -1,12 +1,11 @@
 """On a real Slurm: an ablation becomes a job array, and a second `run --slurm` submits only what is missing.
 
-The runs train nothing: their script waits for a file and ends. With SLURM_TESTS=1, as tests/test_slurm.py.
+The runs train nothing: their script waits for a file and ends.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,8 +31,7 @@ sys.exit(1 if Path(FOLDER, "fail").exists() and "--wide-residual" in sys.argv el
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """The two nodes."""
-    reason = why_no_slurm() if os.environ.get("SLURM_TESTS") == "1" else "give SLURM_TESTS=1, which takes minutes"
-    if reason is not None:
+    if (reason := why_no_slurm()) is not None:
         pytest.skip(f"no Slurm here: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because the path of a socket may have 107 characters
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.utils._device
 
 from megatron.cpu.replacements import Replacements
 
@@ -183,28 +184,32 @@ def _device_properties(device: Any = None) -> types.SimpleNamespace:
     )
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Asked of a device, done already on the CPU."""
+def _nothing() -> Callable[..., None]:
+    """A function for what is asked of a device and done already on the CPU.
+
+    A new one for every name: torch.compile looks functions up by identity, and refuses one with two meanings.
+    """
+    return lambda *_, **__: None
 
 
 _CUDA_ANSWERS: dict[str, Any] = {
     "is_available": lambda: False,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "set_device": _nothing,
+    "set_device": _nothing(),
     "device": _device_context,
     "get_device_name": lambda device=None: "cpu",
     "get_device_capability": lambda device=None: (0, 0),
     "get_device_properties": _device_properties,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "ipc_collect": _nothing,
+    "synchronize": _nothing(),
+    "empty_cache": _nothing(),
+    "ipc_collect": _nothing(),
     "Stream": HostStream,
     "ExternalStream": HostStream,
     "Event": HostEvent,
     "current_stream": lambda device=None: _DEFAULT_STREAM,
     "default_stream": lambda device=None: _DEFAULT_STREAM,
-    "set_stream": _nothing,
+    "set_stream": _nothing(),
     "stream": _stream_context,
     "is_current_stream_capturing": lambda: False,
 }
@@ -221,11 +226,11 @@ def install_device(replaced: Replacements) -> None:
     replaced.set(torch.Tensor, "to", _tensor_to(torch.Tensor.to))
     replaced.set(torch.Tensor, "cuda", _tensor_cuda)
     replaced.set(torch.Tensor, "type", _tensor_type(torch.Tensor.type))
-    replaced.set(torch.Tensor, "record_stream", _nothing)
+    replaced.set(torch.Tensor, "record_stream", _nothing())
     replaced.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
     for name, answer in _CUDA_ANSWERS.items():
         replaced.set(torch.cuda, name, answer)
     # Where a GPU is there but not to be used, nothing may ask it for pinned memory.
     replaced.set(torch.accelerator, "is_available", lambda: False)
     for name in ("range_push", "range_pop", "mark"):
-        replaced.set(torch.cuda.nvtx, name, _nothing)
+        replaced.set(torch.cuda.nvtx, name, _nothing())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -57,8 +58,9 @@ def _memory_info(device: Any = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """The peak of a process cannot be reset."""
+def _nothing() -> Callable[..., None]:
+    """A function for the peak of a process, which cannot be reset; a new one for every name (see device.py)."""
+    return lambda *_, **__: None
 
 
 _ANSWERS: dict[str, Any] = {
@@ -69,8 +71,8 @@ _ANSWERS: dict[str, Any] = {
     "memory_stats": memory_stats,
     "device_memory_used": _used_memory,
     "mem_get_info": _memory_info,
-    "reset_peak_memory_stats": _nothing,
-    "reset_max_memory_allocated": _nothing,
+    "reset_peak_memory_stats": _nothing(),
+    "reset_max_memory_allocated": _nothing(),
 }
 
 

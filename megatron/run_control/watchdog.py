@@ -29,7 +29,7 @@ from pathlib import Path
 from megatron.run_control.heartbeat import DUMP_SIGNAL, stack_file
 from megatron.run_control.run_folder import RunFolder
 
-GRACE_S = 5.0
+GRACE_S = 15.0
 
 
 class Watchdog(threading.Thread):
