@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args, get_tensorboard_writer
 
+from megatron.core.transformer.streamwise_residual_backends import describe_backend
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config
 from megatron.training.model_flops import stream_flops_per_token
@@ -102,5 +103,9 @@ def print_model_summary(model_chunks: list[MegatronModule]) -> list[MegatronModu
         writer.add_text("parameters/controllers", str(controllers))
     if torch.distributed.get_rank() == 0:
         print(f"> parameters: {base:,} base + {controllers:,} controllers", flush=True)
-        print(f"> {residual_line(get_model_config(model_chunks[0]), branches, get_args())}", flush=True)
+        config = get_model_config(model_chunks[0])
+        print(f"> {residual_line(config, branches, get_args())}", flush=True)
+        if get_wide_residual_config(config) is not None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            print(f"> streamwise operators: {describe_backend(device)}", flush=True)
     return model_chunks

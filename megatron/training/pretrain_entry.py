@@ -89,6 +89,7 @@ def _check_wide_residual(args: argparse.Namespace) -> None:
     """Restore the stream layout of a checkpoint where asked, and refuse one that cannot be."""
     from megatron.training.wide_residual_arguments import (
         check_replay_arguments,
+        check_stream_backend,
         check_stream_dtype,
         wide_residual_config_from_args,
     )
@@ -99,6 +100,7 @@ def _check_wide_residual(args: argparse.Namespace) -> None:
         wide_residual_config_from_args(args)
         check_replay_arguments(args)
         check_stream_dtype(args)
+        check_stream_backend(args)
 
 
 def _record_wide_residual(args: argparse.Namespace) -> None:

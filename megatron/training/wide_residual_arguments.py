@@ -144,6 +144,23 @@ def check_stream_dtype(args: Namespace) -> None:
         )
 
 
+def check_stream_backend(args: Namespace) -> None:
+    """Raise ValueError for wide streams that the chosen MEGATRON_STREAMWISE_BACKEND cannot run on this host."""
+    if args.wide_residual is None:
+        return
+    import torch
+
+    from megatron.core.transformer.streamwise_residual_backends import BACKEND_VARIABLE, streamwise_operators
+
+    operators = streamwise_operators(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    most = operators.max_streams
+    if most is not None and args.wide_residual > most:
+        raise ValueError(
+            f"--wide-residual {args.wide_residual}: the {operators.name} kernels of the streams serve {most} at most. "
+            f"Give fewer streams, or set {BACKEND_VARIABLE}=eager, which is slower."
+        )
+
+
 def wide_residual_config_from_args(args: Namespace) -> WideResidualConfig | None:
     """Return the stream layout that the arguments ask for, or None for the ordinary model.
 

@@ -45,6 +45,7 @@ class TritonOperators:
 
     name = "triton"
     fuses_update = True
+    max_streams: int | None = MAX_STREAMS
 
     def paths(self) -> dict[str, str]:
         """How each operator runs, for the log."""

@@ -66,9 +66,18 @@ def _load(wanted: str, device_type: str) -> StreamwiseOperators:
             "Streamwise residual operators run on the slower eager kernels, not on the %s ones: %s", fastest, error
         )
         operators = _make("eager", device_type)
-    paths = ", ".join(f"{operator} {path}" for operator, path in operators.paths().items())
-    logger.info("Streamwise residual operators on %s: %s kernels (%s).", device_type, operators.name, paths)
+    logger.info("Streamwise residual operators on %s: %s.", device_type, _describe(operators))
     return operators
+
+
+def describe_backend(device: torch.device) -> str:
+    """One line about what runs the operators on `device`, as it is logged: "compiled kernels (read compiled, ...)"."""
+    return _describe(streamwise_operators(device))
+
+
+def _describe(operators: StreamwiseOperators) -> str:
+    paths = ", ".join(f"{operator} {path}" for operator, path in operators.paths().items())
+    return f"{operators.name} kernels ({paths})"
 
 
 def _make(name: str, device_type: str) -> StreamwiseOperators:

@@ -15,6 +15,7 @@ Tensor names: n tokens, k streams, d branch width, p padded controller.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -34,6 +35,7 @@ class FactorOperators:
     """StreamwiseOperators over StreamwiseKernels; both are defined in streamwise_residual_protocol."""
 
     fuses_update = False
+    max_streams: int | None = None
 
     def __init__(self, name: str, kernels: StreamwiseKernels) -> None:
         self.name = name
@@ -48,7 +50,7 @@ class FactorOperators:
 
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
         z_nd = self._kernels.read_forward(_as_streams(x, read.num_streams), read.factors(), z_dtype)
-        return z_nd.view(*x.shape[:-1], z_nd.shape[-1])
+        return _shaped(z_nd, (*x.shape[:-1], z_nd.shape[-1]))
 
     def read_backward(
         self, grad_z: Tensor, x: Tensor | None, read: Controller, x_dtype: torch.dtype, *, wants_grad_x: bool
@@ -72,7 +74,7 @@ class FactorOperators:
             write.factors(),
             None if retention is None else retention.factors(),
         )
-        return y_nkd.view(x.shape)
+        return _shaped(y_nkd, x.shape)
 
     def write_backward(
         self,
@@ -123,7 +125,7 @@ class FactorOperators:
         else:
             y_nkd = self._kernels.write_forward(x_nkd, u_nd, write.factors(), retention_k)
             z_nd = self._kernels.read_forward(y_nkd, read.factors(), z_dtype)
-        return y_nkd.view(x.shape), z_nd.view(update.tensor().shape)
+        return _shaped(y_nkd, x.shape), _shaped(z_nd, update.tensor().shape)
 
     def write_read_backward(
         self,
@@ -185,6 +187,11 @@ class FactorOperators:
             grad_retention_k,
             grad_read_k,
         )
+
+
+def _shaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A kernel's fresh result in another shape, not marked as a view of anything: upstream wraps views once more."""
+    return torch.ops.aten._unsafe_view(result, shape)
 
 
 def _as_streams(x: Tensor, num_streams: int) -> Tensor:

@@ -24,6 +24,8 @@ Tensor names: n tokens, k streams, d branch width, w wide width K*D, p length of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ def streamwise_sigmoid_read(
     check_wide_stream("hidden_states", hidden_states, num_streams)
     check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return StreamwiseRead.apply(hidden_states, read_logits, num_streams, True, dtype)
+    return _run(StreamwiseRead, hidden_states, read_logits, num_streams, True, dtype)
 
 
 def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -98,7 +100,7 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     num_streams = read_factors.shape[0]
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return StreamwiseRead.apply(hidden_states, read_factors, num_streams, False, dtype)
+    return _run(StreamwiseRead, hidden_states, read_factors, num_streams, False, dtype)
 
 
 def streamwise_sigmoid_writeback(
@@ -132,7 +134,7 @@ def streamwise_sigmoid_writeback(
     )
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
     update, bias, seed = _prepare_update(residual_stream, branch_update, bias, dropout_probability)
-    return StreamwiseWrite.apply(residual_stream, update, bias, seed, write_logits, retention_logits, options)
+    return _run(StreamwiseWrite, residual_stream, update, bias, seed, write_logits, retention_logits, options)
 
 
 def streamwise_sigmoid_write_read(
@@ -164,8 +166,17 @@ def streamwise_sigmoid_write_read(
     dtype = check_output_dtype(output_dtype, residual_stream)
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
     update, bias, seed = _prepare_update(residual_stream, branch_update, bias, dropout_probability)
-    return StreamwiseWriteRead.apply(
-        residual_stream, update, bias, seed, write_logits, retention_logits, read_logits, options, dtype
+    return _run(
+        StreamwiseWriteRead,
+        residual_stream,
+        update,
+        bias,
+        seed,
+        write_logits,
+        retention_logits,
+        read_logits,
+        options,
+        dtype,
     )
 
 
@@ -190,7 +201,19 @@ def streamwise_writeback(
     if retention_factors is not None:
         check_controller("retention_factors", retention_factors, residual_stream, exactly=num_streams)
     options = WriteOptions(num_streams, False)
-    return StreamwiseWrite.apply(residual_stream, branch_update, None, None, write_factors, retention_factors, options)
+    return _run(StreamwiseWrite, residual_stream, branch_update, None, None, write_factors, retention_factors, options)
+
+
+def _run(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Apply an autograd function; a graph break for torch.compile, since kernels are no graphs of operations."""
+    if torch.compiler.is_dynamo_compiling():
+        return _run_outside_graphs(function, *arguments)
+    return function.apply(*arguments)
+
+
+@torch._disable_dynamo  # imports PyTorch's compiler when it is first called, so only a compiled layer calls it
+def _run_outside_graphs(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 def _check_sigmoid_write(

@@ -141,6 +141,8 @@ class StreamwiseOperators(Protocol):
     name: str
     fuses_update: bool
     """Whether bias and dropout of a StreamwiseUpdate are honoured; where not, callers apply them before."""
+    max_streams: int | None
+    """The largest K; None for any."""
 
     def paths(self) -> dict[str, str]:
         """How each operator runs, for the log: "one kernel", "composed", ..."""
