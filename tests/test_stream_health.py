@@ -80,17 +80,20 @@ def test_it_reports_at_its_interval_with_pictures_and_a_line(tmp_path: Path, cap
     assert sorted(reader.Tags()["images"]) == [f"streams/{kind}" for kind in ("norm", "read", "share", "write")]
 
 
-def _launched(folder: Path, layouts: dict[str, tuple[int, Sequence[str]]]) -> dict[str, dict[str, dict[int, float]]]:
+def _trained(folder: Path, layouts: dict[str, tuple[int, Sequence[str]]]) -> dict[str, dict[str, dict[int, float]]]:
+    """Train one model in each layout, from the same weights; what each one reported."""
     base = [*BASE, *MODELS["wide4"]]
     weights = folder / "weights"
-    load = ["--load", str(weights), "--finetune", "--no-load-optim", "--no-load-rng"]
-    for processes in sorted({size for size, _ in layouts.values()}):
-        entries = [{"name": "start", "argv": [*base, *START, "--save", str(weights)]}] if processes == 1 else []
-        for name, (size, flags) in layouts.items():
-            argv = [*base, *TRAIN, "2", *load, *flags, "--log-streams-interval", "1"]
-            if size == processes:
-                entries.append({"name": name, "argv": [*argv, "--tensorboard-dir", str(folder / name)]})
-        launch_entries(processes, entries, folder)
+    train_here([*base, *START, "--save", str(weights)])
+    load = ["--load", str(weights), "--finetune", "--no-load-optim", "--no-load-rng", "--log-streams-interval", "1"]
+    entries = []
+    for name, (processes, flags) in layouts.items():
+        argv = [*base, *TRAIN, "2", *load, *flags, "--tensorboard-dir", str(folder / name)]
+        if processes == 1:
+            train_here(argv)
+        else:
+            entries.append({"name": name, "argv": argv})
+    launch_entries(2, entries, folder)
     return {name: all_scalars(folder / name) for name in layouts}
 
 
@@ -105,7 +108,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[int, float]]]:
-    return _launched(tmp_path_factory.mktemp("layouts"), LAYOUTS)
+    return _trained(tmp_path_factory.mktemp("layouts"), LAYOUTS)
 
 
 @pytest.mark.parametrize("name", ["tp2-sp", "pp2-vpp2"])
