@@ -150,6 +150,15 @@ def test_an_absent_wandb_is_one_warning(
     assert capfd.readouterr().out.count("WARNING: wandb: it cannot be used") == 1
 
 
+def test_a_disabled_wandb_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = [*TINY_GPT, *WANDB, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2"]
+    with wandb_environment(WANDB_MODE="disabled"):
+        train_here(options)
+    assert "WARNING: wandb" not in capfd.readouterr().out
+    assert not list(tmp_path.glob("wandb")), "a folder of wandb's"
+    assert not (tmp_path / "wandb_last_step.txt").exists(), "steps count as logged that were not"
+
+
 def test_without_a_login_the_run_is_kept_on_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with wandb_environment(WANDB_MODE="online", HOME=str(tmp_path), NETRC=str(tmp_path / "none"), WANDB_SILENT="false"):
         losses = train_here([*TINY_GPT, *WANDB, "--wandb-save-dir", str(tmp_path / "w"), "--train-iters", "3"])

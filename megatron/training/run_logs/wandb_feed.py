@@ -111,8 +111,12 @@ class WandbFeed:
             return
         run.log({name: value.wandb() if isinstance(value, _Picture) else value for name, value in row.items()}, step)
         self._rows += 1
-        if self._rows % _ROWS_BETWEEN_DISK_CHECKS == 1 and shutil.disk_usage(run.dir).free < _LOW_DISK_BYTES:
-            warn_once("wandb-disk", f"wandb: the disk of {run.dir} is full; this run's data there is not whole")
+        if self._rows % _ROWS_BETWEEN_DISK_CHECKS == 1:
+            with contextlib.suppress(OSError):
+                if shutil.disk_usage(run.dir).free < _LOW_DISK_BYTES:
+                    self._warn(
+                        "wandb-disk", f"wandb: the disk of {run.dir} is full; this run's data there is not whole"
+                    )
 
     def _serve(self) -> None:
         """The thread: start wandb, then do what comes, to the end."""

@@ -6,7 +6,8 @@
     with closing_writers():
         pretrain(...)
 
-What always holds: a run without --tensorboard-dir and --wandb-project has no writer, as upstream's.
+What always holds: a run without --tensorboard-dir and --wandb-project has no writer, as upstream's; with
+WANDB_MODE=disabled wandb is not even imported.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _make_set_wandb(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_wandb_writer(args: argparse.Namespace) -> None:
         import megatron.training.global_vars as global_vars
 
-        if not args.wandb_project or not _logs_here(args):
+        if not args.wandb_project or not _logs_here(args) or os.environ.get("WANDB_MODE") == "disabled":
             return
         feed = WandbFeed(
             _session_plan(args),
