@@ -39,6 +39,8 @@ def identify_run(args: argparse.Namespace) -> None:
         "WANDB_JOB_TYPE": args.wandb_job_type,
     }
     os.environ.update({name: value for name, value in said.items() if value is not None})
+    if args.wandb_run_id is not None:
+        os.environ.setdefault("WANDB_RESUME", "allow")
     if not args.save:
         return
     named_by = "WANDB_RUN_ID" if args.wandb_run_id is None else "--wandb-run-id"
