@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -26,14 +27,16 @@ from megatron.training.run_logs.warnings_once import warn_once
 _OVER_SAMPLES = " vs samples"
 
 
-def _silent_writer_thread(upstream: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return threading.excepthook without the traceback of TensorBoard's own thread, whose error reaches the writer."""
+@cache
+def _silence_writer_threads() -> None:
+    """Print no traceback of TensorBoard's own threads, once for this process: their errors reach the writer."""
+    upstream = threading.excepthook
 
     def excepthook(args: Any) -> None:
         if type(args.thread).__name__ != "_AsyncWriterThread":
             upstream(args)
 
-    return excepthook
+    threading.excepthook = excepthook
 
 
 class RunWriter(SummaryWriter):
@@ -54,7 +57,7 @@ class RunWriter(SummaryWriter):
         self._samples = 0
         if folder is None:
             return
-        threading.excepthook = _silent_writer_thread(threading.excepthook)
+        _silence_writer_threads()
         try:
             self._files = SummaryWriter(log_dir=folder, max_queue=queue_size)
         except Exception as error:
