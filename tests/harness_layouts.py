@@ -71,6 +71,7 @@ MODELS["hybrid"] = [
     *("--moe-shared-expert-intermediate-size", "64"),
 ]
 MODELS["wide4-hybrid"] = [*MODELS["hybrid"], *_WIDE, "4"]
+MODELS["wide4-shortcut"] = [*MODELS["wide4-hybrid"], "--moe-shortcut-connection"]
 MODELS["wide3-hybrid-mtp"] = [
     *MODELS["hybrid"],
     *(*_WIDE, "3", *_RETENTION, "--hybrid-layer-pattern", "M*-E/M*"),

@@ -36,7 +36,7 @@ TRAINED = (
     ("hybrid", "hybrid", ()),
     ("moe", "moe", ()),
     ("wide-bf16", "wide3-retention", ("--bf16",)),
-    ("wide-hybrid", "wide4-hybrid", ()),
+    ("wide-hybrid", "wide4-shortcut", ()),
 )
 BOTH = ("gpt", "moe", "wide-bf16", "wide-hybrid")
 WIDE = ("--wide-residual", "4")
@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in BOTH:
             plain = str(folder / f"{name}-plain")
             runs[f"{name}-plain"] = options(model, 2, *more, *PLAIN, "--save", plain, "--save-interval", "2")
-    for name, model in (("gpt", "dense"), ("hybrid", "hybrid"), ("moe", "moe"), ("wide-hybrid", "wide4-hybrid")):
+    for name, model in (("gpt", "dense"), ("hybrid", "hybrid"), ("moe", "moe"), ("wide-hybrid", "wide4-shortcut")):
         runs[f"{name}-on"] = options(model, 3, "--load", str(folder / name))
     losses = train_all(1, runs, folder)
     torch.save(losses, folder / "losses.pt")
@@ -195,7 +195,7 @@ def continued(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "gpt-wide-plain": options("dense", 3, *WIDE, *PLAIN, "--load", str(folder / "gpt-wide-plain")),
         "hybrid-wide": options("hybrid", 3, *restored, "--load", str(folder / "hybrid-wide")),
         "wide-8": options("hybrid", 3, *restored, "--load", str(folder / "wide-8")),
-        "combined": options("wide4-hybrid", 3, "--load", str(folder / "combined")),
+        "combined": options("wide4-shortcut", 3, "--load", str(folder / "combined")),
         "gpt-torch": options("dense", 3, *PLAIN, "--load", str(folder / "gpt-torch")),
     }
     tensor = ("--tensor-model-parallel-size", "2")

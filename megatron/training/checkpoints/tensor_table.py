@@ -124,6 +124,8 @@ LAYER_ROWS: tuple[Row, ...] = (
     Row("mlp.shared_experts.gate_weight", ("1", "D")),
     *_linear("mlp.shared_experts.linear_fc1", "g*s", "D", _ROWS, _GATED),
     *_linear("mlp.shared_experts.linear_fc2", "D", "s", _COLUMNS),
+    *_norm("shortcut_layernorm"),
+    *_norm("shortcut_output_layernorm"),
     # wide streams
     *_controllers(""),
     *_controllers("_self_attn"),
