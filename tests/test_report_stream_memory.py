@@ -97,7 +97,7 @@ def test_a_checkpoint_says_what_the_model_is(tool: Any, tmp_path: Path, capsys: 
             ["--wide-residual", "4", "--recompute-granularity", "full", "--recompute-method", "uniform"],
             "granularity full",
         ),
-        (["--wide-residual", "4", "--num-attention-heads", "5"], "Megatron refuses these flags"),
+        (["--wide-residual", "4", "--num-attention-heads", "5"], "megatron-core does not take these options"),
         (
             ["--wide-residual=4", "--num-experts=4", "--disable-bias-linear", "--tensor-model-parallel-size=2"],
             "report on --tensor-model-parallel-size 1",

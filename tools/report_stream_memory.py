@@ -125,8 +125,6 @@ def megatron_arguments(own: argparse.Namespace, flags: list[str]) -> argparse.Na
     try:
         with contextlib.redirect_stdout(said):
             return validated_arguments("cpu", (*ARGUMENT_EXTENSIONS, ours))
-    except AssertionError as error:
-        raise ReportError(f"Megatron refuses these flags: {error}") from error
     finally:
         sys.argv = before
 

@@ -76,15 +76,16 @@ def residual_line(config: object, branches: int, args: Namespace) -> str:
     fp32_stream = config.fp32_residual_connection  # type: ignore[attr-defined]
     dtype = torch.float32 if fp32_stream else config.params_dtype  # type: ignore[attr-defined]
     unit = width * dtype.itemsize * branches
-    # In units of D per branch: the ordinary stream moves 3, the wide one 3K + 2.
+    # In units of D per branch: the ordinary stream moves 3, the wide one 3K + 2. A write that is one operation with the
+    # next read keeps and moves less.
     kept, moved = (streams - 1) * unit, (3 * streams - 1) * unit
     flops = stream_flops_per_token(streams, width, branches, retention=wide_residual.learned_retention)
     step_tokens = args.global_batch_size * args.seq_length
     step_flops = training.num_floating_point_operations(args, args.global_batch_size)
     return (
         f"residual: {streams} streams of width {width} ({streams * width:,} carried, {dtype}) for {branches} branches; "
-        f"beside one stream, per token {kept:,} more bytes of activations without replay and {moved:,} more bytes "
-        f"moved in the forward, per step of {step_tokens:,} tokens {kept * step_tokens:,} and "
+        f"beside one stream, per token up to {kept:,} more bytes of activations without replay and {moved:,} more "
+        f"bytes moved in the forward, per step of {step_tokens:,} tokens {kept * step_tokens:,} and "
         f"{moved * step_tokens:,}; reads and writes add {flops * step_tokens / step_flops:.2%} to the model's FLOPs"
     )
 
