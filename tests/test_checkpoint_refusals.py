@@ -144,8 +144,13 @@ def test_other_streams_are_refused_with_the_command_that_converts_them(saved: di
     convert = "python tools/checkpoint/convert.py"
     message = refused_here([*WIDE, "--load", ordinary])
     assert f"{convert} widen --load {ordinary} --save {ordinary}-4-streams --num-streams 4" in message
-    message = refused_here([*ORDINARY, "--wide-residual", "3", "--wide-residual-learned-retention", "--load", wide])
-    assert f"{convert} resize --load {wide} --save {wide}-3-streams --num-streams 3" in message
+    for streams, remedy in {
+        8: f"{convert} resize --load {wide} --save {wide}-8-streams --num-streams 8",
+        2: f"{convert} resize --load {wide} --save {wide}-2-streams --num-streams 2 --average",
+        3: "4 streams cannot be made 3: one number has to divide the other",
+    }.items():
+        other = ["--wide-residual", str(streams), "--wide-residual-learned-retention"]
+        assert remedy in refused_here([*ORDINARY, *other, "--load", wide])
     message = refused_here([*ORDINARY, "--load", wide])
     assert "has 4 streams" in message
     assert f"{convert} resize --load {wide}" in message

@@ -98,13 +98,18 @@ def _remedy(stored: WideResidualConfig | None, wanted: WideResidualConfig | None
     have, want = (1 if layout is None else layout.num_streams for layout in (stored, wanted))
     if have == want:
         return f"{flags}."
-    command = f"{CONVERTER} {'widen' if stored is None else 'resize'} --load {load_dir}"
-    if want > 1:
-        return f"{flags}, or convert it: {command} --save {load_dir}-{want}-streams --num-streams {want}"
-    return (
-        f"{flags}. No ordinary model computes what {have} streams do; another number of them: {command} --save FOLDER "
-        "--num-streams K"
-    )
+    start = f"{CONVERTER} {'widen' if stored is None else 'resize'} --load {load_dir}"
+    command = f"{start} --save {load_dir}-{want}-streams --num-streams {want}"
+    if want == 1:
+        return (
+            f"{flags}. No ordinary model computes what {have} streams do; more of them: {start} --save FOLDER "
+            f"--num-streams {2 * have}"
+        )
+    if stored is None or want % have == 0:
+        return f"{flags}, or convert it: {command}"
+    if have % want == 0:
+        return f"{flags}, or merge streams, which changes the function: {command} --average"
+    return f"{flags}. {have} streams cannot be made {want}: one number has to divide the other."
 
 
 def _function_of(layout: WideResidualConfig | None) -> Any:

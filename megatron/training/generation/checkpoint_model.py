@@ -92,8 +92,8 @@ def _read_stored(location: CheckpointLocation, args: argparse.Namespace) -> _Sto
         layout = ", ".join(f"{short} {size}" for short, size in sizes.items() if size > 1)
         raise GenerationError(
             f"{location.folder} was saved by {layout} in the plain format (--ckpt-format torch), which one process "
-            "cannot put together. Run its training command once more with --ckpt-convert-format torch_dist "
-            "--ckpt-convert-save FOLDER, and give --load FOLDER."
+            "cannot put together. Convert it: python tools/checkpoint/convert.py reshard --load "
+            f"{location.load} --save FOLDER --format torch_dist"
         )
     return _Stored(stored, state)
 

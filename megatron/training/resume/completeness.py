@@ -4,8 +4,9 @@
     damage_of(location)                  # the same as a phrase, or None
     whole_steps(load)                    # [10, 20]
 
-For torch_dist `.metadata` says which file holds which bytes, so every file must be there with exactly that size. A
-plain checkpoint needs a readable zip file (its directory stands at the end) of every rank of the stored layout.
+For torch_dist `.metadata` says which file holds which bytes, so every file must be there with exactly that size, and
+the parts of every tensor must add up to it. A plain checkpoint needs a readable zip file (its directory stands at the
+end) of every rank of the stored layout.
 
 What always holds: nothing is written; a file whose size is right is not read (--verify-integrity compares contents).
 """
@@ -13,6 +14,7 @@ What always holds: nothing is written; a file whose size is right is not read (-
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from collections import defaultdict
 from itertools import product
@@ -72,10 +74,33 @@ def _torch_dist_damage(folder: Path) -> str | None:
             return damage
     if lost := sorted(set(metadata.state_dict_metadata) - stored):
         return f".metadata says of {len(lost)} keys ({lost[0]}, ...) nowhere where they are"
+    if (damage := _lost_parts(metadata)) is not None:
+        return damage
     if any(key.split("/")[0] == COMMON_KEY for key in stored):
         return None
     # An older checkpoint: arguments and iteration in a file of their own.
     return _zip_damage(folder / COMMON_FILE, COMMON_FILE)
+
+
+def _lost_parts(metadata: Any) -> str | None:
+    """Return which tensor lacks a part, or None; upstream would keep what is in memory in place of it."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from megatron.training.checkpoints.stored_names import is_bucket_key
+
+    for key, description in metadata.state_dict_metadata.items():
+        chunks = getattr(description, "chunks", None)
+        if chunks is None or is_bucket_key(
+            key
+        ):  # an object; the distributed optimizer's buckets have gaps of their own
+            continue
+        for chunk in chunks:
+            if MetadataIndex(key, chunk.offsets) not in metadata.storage_data:
+                return f".metadata does not say where the part of {key} at {list(chunk.offsets)} is"
+        held, wanted = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(description.size)
+        if held != wanted:
+            return f"{key} has {held:,} of {wanted:,} elements in its {len(chunks)} parts"
+    return None
 
 
 def _zip_damage(file: Path, name: str) -> str | None:

@@ -3,7 +3,7 @@
     MODEL_ARGUMENTS.parser = parser            # before it parses
     MODEL_ARGUMENTS.note(args)                 # right after: what the command line itself gives
     MODEL_ARGUMENTS.restore(args)              # --use-checkpoint-args, after upstream took over its own list
-    MODEL_ARGUMENTS.check(args)                # validated arguments, without --use-checkpoint-args
+    MODEL_ARGUMENTS.check(args)                # validated arguments
 
 Many flags change what a model computes and no shape of a weight (--norm-epsilon, --rotary-base, --use-rope-scaling,
 --squared-relu, ...). Upstream's --use-checkpoint-args takes over a fixed list that lacks several of them, and a resumed
@@ -100,26 +100,21 @@ class ModelArguments:
         stored = self._stored(args)
         if stored is None:
             return
-        differing = []
         for name in sorted(self._names - _NOT_RESTORED):
             if name in self._tokenizer and not args.use_tokenizer_model_from_checkpoint_args:
                 continue
-            value = getattr(stored, name, _ABSENT)
             if name in self._given:
                 setattr(args, name, self._given[name])
-                if value is not _ABSENT and value != self._given[name]:
-                    differing.append((name, value))
-            elif value is not _ABSENT:
-                setattr(args, name, value)
-        self._say(args, differing)
+            elif hasattr(stored, name):
+                setattr(args, name, getattr(stored, name))
 
     def check(self, args: Namespace) -> None:
-        """Compare validated arguments with the checkpoint's.
+        """Compare validated arguments with the checkpoint's, restored or not.
 
         Raises:
             CheckpointError: a flag of the model is left out whose default is not the checkpoint's value.
         """
-        stored = None if args.use_checkpoint_args else self._stored(args)
+        stored = self._stored(args)
         if stored is None:
             return
         changed, forgotten = [], []
@@ -132,7 +127,7 @@ class ModelArguments:
                 continue
             if name in self._given:
                 changed.append((name, value))
-            elif have is None or self._default(name) is not None:
+            elif not args.use_checkpoint_args and (have is None or self._default(name) is not None):
                 forgotten.append((name, value))
             # Else it is derived from another argument, whose difference says it all.
         self._say(args, changed)

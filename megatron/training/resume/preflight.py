@@ -157,6 +157,6 @@ def check_checkpoint(args: Namespace, location: CheckpointLocation, stored: Name
         found, wanted = (" ".join(f"{short} {pair[i]}" for short, pair in sizes.items()) for i in (0, 1))
         raise CheckpointError(
             f"{location.folder} was saved with {found} in the plain format (--ckpt-format torch), which loads with the "
-            f"same layout alone; this run has {wanted}. Run with that layout and --ckpt-convert-format torch_dist "
-            "--ckpt-convert-save FOLDER, then --load FOLDER."
+            f"same layout alone; this run has {wanted}. Run with that layout, or convert it: python "
+            f"tools/checkpoint/convert.py reshard --load {location.load} --save FOLDER --format torch_dist"
         )

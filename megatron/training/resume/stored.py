@@ -33,8 +33,9 @@ def damage_reported(location: CheckpointLocation) -> Iterator[None]:
         if "Could not find parameter group" in str(error):
             raise CheckpointError(
                 f"{location.folder} has other parameter groups in its optimizer than this run: a flag that shapes them "
-                "(--lr, --min-lr, --weight-decay, --decoupled-lr, ...) differs from the checkpoint's. Give the "
-                "checkpoint's values, or --no-load-optim for a fresh optimizer."
+                "(--lr, --min-lr, --weight-decay, --decoupled-lr, ...; with experts also whether "
+                "--expert-model-parallel-size is 1) differs from the checkpoint's. Give the checkpoint's values, "
+                "convert it (tools/checkpoint/convert.py reshard), or give --no-load-optim for a fresh optimizer."
             ) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise CheckpointError(f"{location.folder} cannot be read ({reason}). Is it whole?") from error

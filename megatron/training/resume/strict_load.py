@@ -56,9 +56,21 @@ def loads_optimizer(args: Namespace, location: CheckpointLocation) -> bool:
     return not (args.no_load_optim or args.finetune or location.step is None)
 
 
+def check_step(location: CheckpointLocation, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the folder of a step holds the state of another one."""
+    found = state.get("iteration", location.step)
+    if location.step is not None and found != location.step:
+        raise CheckpointError(
+            f"{location.folder} holds the state of step {found}: files of two steps were mixed, or the folder was "
+            f"renamed. Put back what belongs there, or load the folder of step {found}.",
+            on_all_ranks=True,
+        )
+
+
 def _check_state(args: Namespace, location: CheckpointLocation, state: Mapping[str, Any], optimizer: Any) -> None:
     """Raise CheckpointError for state that is no tensor, is to be loaded and is not there."""
     stored = state.get("args")
+    check_step(location, state)
     resumes = not args.finetune and location.step is not None
     for what, wanted, flag in (
         ("optimizer", optimizer is not None, "--no-load-optim"),
