@@ -48,7 +48,8 @@ def record_stream_layout(args: Namespace) -> None:
             setattr(args, name, getattr(layout, field))
 
 
-def _check_format(checkpoint_args: Namespace, load_dir: Path) -> None:
+def check_format(checkpoint_args: Namespace, load_dir: Path) -> None:
+    """Raise ValueError for a stream layout that was stored in another version of this format."""
     version = getattr(checkpoint_args, FORMAT_ARGUMENT, FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -127,7 +128,7 @@ def check_stream_layout(args: Namespace, checkpoint_args: Namespace, load_dir: P
     Raises:
         ValueError: the checkpoint was written by a model that computes with other streams.
     """
-    _check_format(checkpoint_args, load_dir)
+    check_format(checkpoint_args, load_dir)
     stored = None
     if getattr(checkpoint_args, "wide_residual", None) is not None:
         stored = wide_residual_config_from_args(checkpoint_args)

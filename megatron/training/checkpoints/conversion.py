@@ -69,6 +69,7 @@ class Plan:
         notes: what a user should know about the result.
         keeps_parts: tensors are stored in the parts that the source stores.
         keeps_buckets: the optimizer's buckets, which name no tensors, stay valid.
+        inexact: why the result does not compute what the source does; None where it does.
     """
 
     title: str
@@ -81,6 +82,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     keeps_parts: bool = True
     keeps_buckets: bool = False
+    inexact: str | None = None
 
     @property
     def entries(self) -> dict[Entry, TensorInfo]:

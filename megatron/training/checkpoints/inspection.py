@@ -3,7 +3,8 @@
     report = inspect_checkpoint(Path("runs/mine/checkpoints"))
     report["streams"]["num_streams"], report["controllers"]["decoder.layers.0...."]["factors"]
 
-What always holds: no weight is read but the controllers; a checkpoint that is not whole is reported as such.
+What always holds: no weight is read but the controllers; a checkpoint that is not whole, for files or optimizer states
+that are missing, is reported as such.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoints.checkpoint_state import WEIGHT, TensorInfo
+from megatron.training.checkpoints.companions import flaw_of
 from megatron.training.checkpoints.controllers import active, factors
 from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.open_checkpoint import Reader, locate, open_reader
@@ -67,17 +69,19 @@ def inspect_checkpoint(load: Path, step: int | None = None) -> dict[str, Any]:
     """Return what a checkpoint holds.
 
     Raises:
-        ConversionError: it is not there, or its description cannot be read.
+        ConversionError: it is not there, its description cannot be read, or its streams are of an unknown format.
     """
-    location = locate(load, step)
+    location = locate(load, step, whole=False)
     damage = damage_of(location)
     report: dict[str, Any] = {"folder": str(location.folder), "format": location.format, "complete": damage is None}
     report["bytes_on_disk"] = _folder_bytes(location.folder)
     if damage is not None:
         return {**report, "damage": damage}
-    with open_reader(load, step) as reader:
+    with open_reader(load, step, flaw_in=None) as reader:
+        if (flaw := flaw_of(reader)) is not None:
+            return {**report, "complete": False, "damage": flaw}
         common = reader.common
-        streams = stored_streams(common)
+        streams = stored_streams(common, location.folder)
         report.update(
             iteration=common.iteration,
             consumed_train_samples=getattr(common.args, "consumed_train_samples", None),

@@ -4,16 +4,18 @@
         for entry in reader.entries: tensor = reader.read(entry)
     writer = make_writer("torch_dist", folder, entries, common, layout)
 
-What always holds: tensors are checked against the table's shapes when the checkpoint is opened.
+What always holds: a checkpoint that is opened is whole, file by file and weight by weight (companions.py), its tensors
+have the table's shapes, and its stream layout is of a format that is known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoints.checkpoint_state import Common, Entry, TensorInfo
+from megatron.training.checkpoints.companions import flaw_of
 from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.model_sizes import model_sizes, shape_of
@@ -23,8 +25,10 @@ from megatron.training.checkpoints.sharded_reader import ShardedReader
 from megatron.training.checkpoints.sharded_style import ShardedStyle
 from megatron.training.checkpoints.sharded_writer import ShardedWriter
 from megatron.training.checkpoints.tensor_table import find_tensor
+from megatron.training.resume.completeness import require_whole
 from megatron.training.resume.errors import CheckpointError
 from megatron.training.resume.location import CheckpointLocation, find_checkpoint
+from megatron.training.wide_residual_checkpoint import check_format
 
 FORMATS = ("torch_dist", "torch")
 
@@ -32,14 +36,17 @@ Reader = ShardedReader | PlainReader
 Writer = ShardedWriter | PlainWriter
 
 
-def locate(load: Path, step: int | None = None) -> CheckpointLocation:
+def locate(load: Path, step: int | None = None, *, whole: bool = True) -> CheckpointLocation:
     """Return where the checkpoint is that `load` (a run's --load) and the step name.
 
     Raises:
-        ConversionError: it is not there or not complete.
+        ConversionError: it is not there or (unless `whole` is false) its files are not complete.
     """
     try:
-        return find_checkpoint(load, step)
+        location = find_checkpoint(load, step)
+        if whole:
+            require_whole(location)
+        return location
     except CheckpointError as error:
         raise ConversionError(str(error).replace("--ckpt-step", "--step").replace("--load ", "")) from error
 
@@ -58,15 +65,36 @@ def check_shapes(entries: Mapping[Entry, TensorInfo], sizes: Mapping[str, int]) 
             )
 
 
-def open_reader(load: Path, step: int | None = None) -> Reader:
+def require_known_format(common: Common, folder: Path) -> None:
+    """Raise ConversionError for a stream layout that another version wrote in a format of its own."""
+    try:
+        check_format(common.args, folder)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+
+
+def open_reader(
+    load: Path, step: int | None = None, *, flaw_in: Callable[[Reader], str | None] | None = flaw_of
+) -> Reader:
     """Open a checkpoint.
 
+    Args:
+        flaw_in: what finds its flaws: weight_flaw_of where optimizer states are not used, None to look for none.
+
     Raises:
-        ConversionError: it is not there, damaged, or has a tensor that the table does not know.
+        ConversionError: it is not there, damaged, not complete, has a tensor that the table does not know, or a stream
+            layout of an unknown format.
     """
     location = locate(load, step)
     reader = ShardedReader(location.folder) if location.format == "torch_dist" else PlainReader(location.folder)
-    check_shapes(reader.entries, model_sizes(reader.common.args))
+    try:
+        require_known_format(reader.common, location.folder)
+        check_shapes(reader.entries, model_sizes(reader.common.args))
+        if flaw_in is not None and (flaw := flaw_in(reader)) is not None:
+            raise ConversionError(f"{location.folder} is not whole: {flaw}")
+    except BaseException:
+        reader.__exit__()
+        raise
     return reader
 
 

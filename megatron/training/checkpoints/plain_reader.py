@@ -190,6 +190,9 @@ class PlainReader:
         if sorted(shards) != list(range(self.layout.tensor)):
             raise ConversionError(f"{entry} is not on all {self.layout.tensor} tensor-parallel ranks")
         stored = shards[0][0][1]
+        for rank, other in (place for places in shards.values() for place in places):
+            if other.dtype != stored.dtype:
+                raise ConversionError(f"{entry} is {stored.dtype}, on {folder_name(rank, self.layout)} {other.dtype}")
         return TensorInfo(split.whole_shape(tuple(stored.shape), self.layout.tensor), stored.dtype)
 
     def _read_common(self) -> Common:

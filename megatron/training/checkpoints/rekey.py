@@ -26,7 +26,7 @@ def plan_rekey(reader: Reader, names: Names, *, keep_optimizer: bool = True) -> 
     Raises:
         ConversionError: an ordinary checkpoint, or one that has these names already.
     """
-    if stored_streams(reader.common) is None:
+    if stored_streams(reader.common, reader.folder) is None:
         raise ConversionError(f"{reader.folder} has an ordinary residual stream and no controllers to rename")
     if reader.combined == (names == "combined"):
         raise ConversionError(f"{reader.folder} has {names} names already")

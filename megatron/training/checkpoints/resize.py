@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.checkpoints.checkpoint_state import WEIGHT, Entry, TensorInfo
+from megatron.training.checkpoints.companions import MASTER_SLOTS
 from megatron.training.checkpoints.controllers import average, duplicate, moment_scale, spread_within
 from megatron.training.checkpoints.conversion import Plan, Step, copy_step, ordered, refuse_buckets, weights_only
 from megatron.training.checkpoints.errors import ConversionError
@@ -26,7 +27,7 @@ from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.model_sizes import MIN_CONTROLLER
 from megatron.training.checkpoints.open_checkpoint import Reader
 from megatron.training.checkpoints.tensor_table import find_tensor
-from megatron.training.checkpoints.widen import MASTER_SLOTS, set_streams, stored_streams, style_of
+from megatron.training.checkpoints.widen import set_streams, stored_streams, style_of
 
 
 def _check(old: int, new: int, merge: bool) -> None:
@@ -62,7 +63,7 @@ def plan_resize(
     Raises:
         ConversionError: an ordinary checkpoint, a number that cannot be reached, a spread out of range.
     """
-    config = stored_streams(reader.common)
+    config = stored_streams(reader.common, reader.folder)
     if config is None:
         raise ConversionError(f"{reader.folder} has an ordinary residual stream: `convert.py widen` gives it streams")
     old = config.num_streams
@@ -94,6 +95,7 @@ def plan_resize(
         reader.format,
         style_of(reader),
         notes=_notes(reader, old, num_streams, merge, spread, config.retention_max_forget),
+        inexact="merged streams differed" if merge else None,
     )
     if not keep_optimizer:
         weights_only(reader, plan)

@@ -142,7 +142,9 @@ class ShardedReader:
     def _info(self, entry: Entry, parts: list[tuple[str, tuple[int, ...]]]) -> TensorInfo:
         first = self.keys[parts[0][0]]
         shapes = [tuple(self._tensor(key).size)[len(lead) :] for key, lead in parts]
-        dtype = self._tensor(parts[0][0]).properties.dtype
+        dtype, *others = {self._tensor(key).properties.dtype: None for key, _ in parts}
+        if others:
+            raise ConversionError(f"{entry} has sections in {dtype} and in {others[0]}: one dtype is wanted")
         split = first.place.row.split
         if first.section is None or not isinstance(split, Sectioned):
             return TensorInfo(shapes[0], dtype)

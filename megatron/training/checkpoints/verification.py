@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.training.checkpoints.companions import weight_flaw_of
 from megatron.training.checkpoints.conversion import execute
 from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.layout import Layout
@@ -51,7 +52,7 @@ class Difference:
 def _one_process(load: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
     """Yield a checkpoint that one process can load: this one, or a temporary copy of a plain one of several ranks."""
     location = locate(load, step)
-    with open_reader(load, step) as reader:
+    with open_reader(load, step, flaw_in=weight_flaw_of) as reader:
         whole = location.format == "torch_dist" or Layout.of(reader.common.args) == Layout()
         if whole:
             yield load, step

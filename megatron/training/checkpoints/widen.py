@@ -1,9 +1,12 @@
-"""Ordinary checkpoint -> K streams: the same function, ready to train on.
+"""Ordinary checkpoint -> K streams: the same function (but for learned retention), ready to train on.
 
     plan = plan_widen(reader, WideResidualConfig(num_streams=4))
     execute(plan, reader, Path("runs/wide/checkpoints"))
 
 Base weights are untouched; controllers are those of a new wide model, so that the wide model computes the ordinary one.
+Learned retention is the exception: it starts below 1 (retention_init, 0.999), so every write forgets a little of each
+stream and the logits move; no start of 1 exists, its logit would be infinite. The plan says so.
+
 Optimizer states of base weights are kept, those of controllers begin at zero.
 
 What always holds: the stored arguments describe the wide model; iteration, samples, scheduler and random numbers stay.
@@ -11,26 +14,31 @@ What always holds: the stored arguments describe the wide model; iteration, samp
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
 from megatron.training.checkpoints.checkpoint_state import WEIGHT, Common, Entry, TensorInfo
+from megatron.training.checkpoints.companions import MASTER_SLOTS
 from megatron.training.checkpoints.controllers import controller_names, fresh_controller
 from megatron.training.checkpoints.conversion import Plan, Step, copy_step, ordered, refuse_buckets, weights_only
 from megatron.training.checkpoints.errors import ConversionError
 from megatron.training.checkpoints.layout import Layout
-from megatron.training.checkpoints.open_checkpoint import Reader
+from megatron.training.checkpoints.open_checkpoint import Reader, require_known_format
 from megatron.training.checkpoints.sharded_reader import ShardedReader
 from megatron.training.checkpoints.sharded_style import ShardedStyle
 from megatron.training.wide_residual_arguments import WIDE_RESIDUAL_SUBFLAGS, wide_residual_config_from_args
 from megatron.training.wide_residual_checkpoint import record_stream_layout
 
-MASTER_SLOTS = ("fp32_param", "param")
-"""Optimizer states that are the weight itself, in fp32."""
 
+def stored_streams(common: Common, folder: Path) -> WideResidualConfig | None:
+    """Return the stream layout that the arguments of the checkpoint in `folder` tell.
 
-def stored_streams(common: Common) -> WideResidualConfig | None:
-    """Return the stream layout that a checkpoint's arguments tell."""
+    Raises:
+        ConversionError: they tell an impossible one, or one of a format that is not known here.
+    """
+    require_known_format(common, folder)
     try:
         return wide_residual_config_from_args(common.args)
     except (TypeError, ValueError) as error:
@@ -46,6 +54,13 @@ def set_streams(common: Common, config: WideResidualConfig) -> None:
     record_stream_layout(common.args)
 
 
+def retention_note(config: WideResidualConfig) -> str | None:
+    """Return why a newly widened model computes something else than the ordinary one; None when it does not."""
+    if not config.learned_retention:
+        return None
+    return f"learned retention starts at {config.retention_init:g}, so every write forgets a little of each stream"
+
+
 def style_of(reader: Reader) -> ShardedStyle | None:
     """Return how a torch_dist source spells its keys."""
     return ShardedStyle.of_reader(reader) if isinstance(reader, ShardedReader) else None
@@ -57,7 +72,7 @@ def plan_widen(reader: Reader, config: WideResidualConfig, *, keep_optimizer: bo
     Raises:
         ConversionError: the model has streams already, or its optimizer state cannot be taken apart.
     """
-    before = stored_streams(reader.common)
+    before = stored_streams(reader.common, reader.folder)
     if before is not None:
         raise ConversionError(
             f"{reader.folder} has {before.num_streams} streams already: `convert.py resize` gives it another number"
@@ -67,16 +82,16 @@ def plan_widen(reader: Reader, config: WideResidualConfig, *, keep_optimizer: bo
     common = reader.common.copied()
     set_streams(common, config)
     steps = [copy_step(entry, info) for entry, info in reader.entries.items()]
-    slots = {entry.slot for entry in reader.entries}
-    info = TensorInfo(
-        tuple(fresh_controller("decoder.residual_stream_readout.exit_map.logit", config).shape), torch.float32
-    )
+    slots = {entry.slot: info.dtype for entry, info in reader.entries.items()}
+    shape = tuple(fresh_controller("decoder.residual_stream_readout.exit_map.logit", config).shape)
     weights = [entry.name for entry in reader.entries if entry.slot == WEIGHT]
     for name in controller_names(weights, config, common.args):
-        for slot in slots:
-            steps.append(_create(name, slot, config, info))
-    notes = []
-    if slots != {WEIGHT} and keep_optimizer:
+        for slot, dtype in slots.items():
+            itself = slot == WEIGHT or slot in MASTER_SLOTS
+            steps.append(_create(name, slot, config, TensorInfo(shape, torch.float32 if itself else dtype)))
+    inexact = retention_note(config)
+    notes = [] if inexact is None else [f"not exactly the same function: {inexact}; --verify measures it"]
+    if set(slots) != {WEIGHT} and keep_optimizer:
         notes.append("optimizer states of base weights are kept; those of controllers begin at zero")
     plan = Plan(
         f"widen: {reader.folder} to {config.num_streams} streams",
@@ -86,6 +101,7 @@ def plan_widen(reader: Reader, config: WideResidualConfig, *, keep_optimizer: bo
         reader.format,
         style_of(reader),
         notes=notes,
+        inexact=inexact,
     )
     if not keep_optimizer:
         weights_only(reader, plan)

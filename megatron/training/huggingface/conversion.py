@@ -24,6 +24,7 @@ from megatron.training.checkpoints.conversion import Outcome, Plan, Step
 from megatron.training.checkpoints.layout import Layout
 from megatron.training.checkpoints.open_checkpoint import Reader
 from megatron.training.checkpoints.progress import MemoryMeter, progress_bar
+from megatron.training.checkpoints.widen import retention_note
 from megatron.training.huggingface.export_plan import ExportPlan, plan_export, write_export
 from megatron.training.huggingface.folder_reader import HfFolder
 from megatron.training.huggingface.folder_writer import MAX_SHARD_BYTES, check_free
@@ -69,7 +70,10 @@ def as_conversion(plan: ImportPlan, folder: HfFolder, format: str = "torch_dist"
     if plan.args.padded_vocab_size > plan.model.fields["vocab_size"]:
         rows = plan.args.padded_vocab_size - plan.model.fields["vocab_size"]
         notes.append(f"the vocabulary was padded by {rows} rows of zeros to {plan.args.padded_vocab_size}")
-    return Plan(f"import-hf: {folder.path}", steps, _common(plan), Layout(), format, notes=notes)
+    inexact = None if plan.fresh is None else retention_note(plan.fresh)
+    if inexact is not None:
+        notes.append(f"not exactly the same function: {inexact}; --verify measures it")
+    return Plan(f"import-hf: {folder.path}", steps, _common(plan), Layout(), format, notes=notes, inexact=inexact)
 
 
 def plan_of_reader(reader: Reader, host: Any, *, like: Path | None = None, vocabulary: int | None = None) -> ExportPlan:
