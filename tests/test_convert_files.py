@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,10 @@ def test_a_name_that_the_table_does_not_know_is_refused(source: Path, tmp_path: 
     key = "decoder.layers.mlp.linear_fc1.weight"
     renamed = "decoder.layers.mlp.linear_fc3.weight"
     metadata.state_dict_metadata[renamed] = metadata.state_dict_metadata.pop(key)
+    metadata.storage_data = {
+        replace(index, fqn=renamed) if index.fqn == key else index: stored
+        for index, stored in metadata.storage_data.items()
+    }
     _metadata(copy).write_bytes(pickle.dumps(metadata))
     assert main(["widen", "--input", str(copy), "--output", str(tmp_path / "out"), "--num-streams", "4"]) == 2
     error = capsys.readouterr().err.strip().splitlines()

@@ -152,12 +152,15 @@ def _note(text: str) -> None:
 
 def _convert(args: argparse.Namespace, plan_of: Callable) -> int:
     """Open the source, make the plan, and print it or carry it out."""
+    from megatron.training.checkpoints.companions import flaw_of, weight_flaw_of
     from megatron.training.checkpoints.conversion import execute
     from megatron.training.checkpoints.open_checkpoint import open_reader
-    from megatron.training.checkpoints.output_folder import check_output
+    from megatron.training.checkpoints.output_folder import check_output, restore_replaced
 
+    if not args.dry_run:
+        restore_replaced(args.output)
     check_output(args.output, args.overwrite, args.input)
-    with open_reader(args.input, args.step) as reader:
+    with open_reader(args.input, args.step, flaw_in=weight_flaw_of if args.weights_only else flaw_of) as reader:
         plan = plan_of(reader)
         if args.dry_run:
             print("\n".join(plan.lines()))
@@ -170,16 +173,17 @@ def _convert(args: argparse.Namespace, plan_of: Callable) -> int:
         f"{args.output}: {outcome.tensors} tensors, {outcome.nbytes:,} bytes; peak memory {outcome.peak_bytes:,} "
         f"bytes, largest layer {outcome.largest_layer:,} bytes"
     )
-    return _verify(args, 1e-2 if half else 1e-6) if args.verify else 0
+    return _verify(args, 1e-2 if half else 1e-6, plan.inexact) if args.verify else 0
 
 
-def _verify(args: argparse.Namespace, tolerance: float) -> int:
+def _verify(args: argparse.Namespace, tolerance: float, inexact: str | None) -> int:
     from megatron.training.checkpoints.verification import compare
 
     tolerance = tolerance if args.tolerance is None else args.tolerance
     difference = compare(args.input, args.output, args.step)
     accepted = difference.largest_relative <= tolerance
-    print(f"{difference}; tolerance {tolerance:g}: {'the same function' if accepted else 'NOT the same function'}")
+    verdict = "the same function" if accepted else "NOT the same function"
+    print(f"{difference}; tolerance {tolerance:g}: {verdict}{'' if inexact is None else f' ({inexact})'}")
     return 0 if accepted else 1
 
 

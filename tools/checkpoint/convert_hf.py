@@ -165,11 +165,13 @@ def _streams(args: argparse.Namespace) -> WideResidualConfig | None:
 def run_import(args: argparse.Namespace) -> int:
     """Make a checkpoint of a Hugging Face folder; returns the exit status."""
     from megatron.training.checkpoints.conversion import execute
-    from megatron.training.checkpoints.output_folder import check_output
+    from megatron.training.checkpoints.output_folder import check_output, restore_replaced
     from megatron.training.huggingface.conversion import as_conversion, folder_reader
     from megatron.training.huggingface.folder_reader import HfFolder
     from megatron.training.huggingface.import_plan import plan_import
 
+    if not args.dry_run:
+        restore_replaced(args.output)
     check_output(args.output, args.overwrite, args.input)
     wide = _streams(args)
     with HfFolder.open(args.input) as folder:
@@ -189,17 +191,20 @@ def run_import(args: argparse.Namespace) -> int:
     for note in plan.notes:
         _note(note)
     _say(outcome)
-    return _verify(args, args.input, args.output, None) if args.verify else 0
+    return _verify(args, args.input, args.output, None, plan.inexact) if args.verify else 0
 
 
 def run_export(args: argparse.Namespace) -> int:
     """Make a Hugging Face folder of a checkpoint; returns the exit status."""
+    from megatron.training.checkpoints.companions import weight_flaw_of
     from megatron.training.checkpoints.open_checkpoint import open_reader
+    from megatron.training.checkpoints.output_folder import check_apart
     from megatron.training.huggingface.conversion import export_checkpoint, export_lines, plan_of_reader
     from megatron.training.huggingface.folder_writer import check_absent
 
+    check_apart(args.output, args.input)
     check_absent(args.output)
-    with open_reader(args.input, args.step) as reader:
+    with open_reader(args.input, args.step, flaw_in=weight_flaw_of) as reader:
         with _quiet_host(args.verbose) as host:
             plan = plan_of_reader(reader, host, like=args.like, vocabulary=args.vocab_size)
         if args.dry_run:
@@ -209,7 +214,7 @@ def run_export(args: argparse.Namespace) -> int:
             _note("no tokenizer is copied: the checkpoint has none of Hugging Face's (--like FOLDER takes one)")
         outcome = export_checkpoint(plan, reader, args.output, max_shard_bytes=args.max_shard_bytes)
     _say(outcome)
-    return _verify(args, args.output, args.input, args.step) if args.verify else 0
+    return _verify(args, args.output, args.input, args.step, None) if args.verify else 0
 
 
 def _say(outcome: Outcome) -> None:
@@ -219,11 +224,12 @@ def _say(outcome: Outcome) -> None:
     )
 
 
-def _verify(args: argparse.Namespace, folder: Path, checkpoint: Path, step: int | None) -> int:
+def _verify(args: argparse.Namespace, folder: Path, checkpoint: Path, step: int | None, inexact: str | None) -> int:
     from megatron.training.huggingface.verification import compare_with_folder
 
     difference, tolerance = compare_with_folder(folder, checkpoint, step)
     tolerance = tolerance if args.tolerance is None else args.tolerance
     accepted = difference.largest_relative <= tolerance
-    print(f"{difference}; tolerance {tolerance:g}: {'the same function' if accepted else 'NOT the same function'}")
+    verdict = "the same function" if accepted else "NOT the same function"
+    print(f"{difference}; tolerance {tolerance:g}: {verdict}{'' if inexact is None else f' ({inexact})'}")
     return 0 if accepted else 1
