@@ -198,11 +198,12 @@ def run_export(args: argparse.Namespace) -> int:
     """Make a Hugging Face folder of a checkpoint; returns the exit status."""
     from megatron.training.checkpoints.companions import weight_flaw_of
     from megatron.training.checkpoints.open_checkpoint import open_reader
-    from megatron.training.checkpoints.output_folder import check_apart
+    from megatron.training.checkpoints.output_folder import check_above, check_apart
     from megatron.training.huggingface.conversion import export_checkpoint, export_lines, plan_of_reader
     from megatron.training.huggingface.folder_writer import check_absent
 
     check_apart(args.output, args.input)
+    check_above(args.output)
     check_absent(args.output)
     with open_reader(args.input, args.step, flaw_in=weight_flaw_of) as reader:
         with _quiet_host(args.verbose) as host:

@@ -7,7 +7,8 @@ What belongs together, as upstream saves it:
     moments         exp_avg and exp_avg_sq (one alone where no weight has the other), or momentum_buffer: Muon trains
                     matrices with the latter and what is left with Adam
     master copies   fp32_param or param: every weight in half precision has one; one in fp32 has one where its like
-                    has (all weights of an fp32 model, all controllers, all tensors of its kind)
+                    has (all controllers, all tensors of its kind, all weights of an fp32 model), and always with the
+                    distributed optimizer, which calls it param
     dtypes          one for all tensors of a slot; a weight has the run's params_dtype, or is fp32 (controllers are,
                     and what a model keeps in fp32)
 
@@ -89,10 +90,11 @@ def _like(name: str, half_model: bool) -> str:
 def _master_flaws(weights: Mapping[str, TensorInfo], slots: Mapping[str, set[str]]) -> Iterator[str]:
     half = {name for name, info in weights.items() if info.dtype in (torch.float16, torch.bfloat16)}
     copied = {name for name in weights if slots[name] & set(MASTER_SLOTS)}
-    slot = next((slot for slot in MASTER_SLOTS if any(slot in found for found in slots.values())), MASTER_SLOTS[0])
+    there = set().union(*slots.values()) & set(MASTER_SLOTS)
+    slot = min(there, default=MASTER_SLOTS[0])
     alike = {_like(name, bool(half)) for name in copied - half}
     for name in weights:
-        if name not in copied and (name in half or _like(name, bool(half)) in alike):
+        if name not in copied and (name in half or there == {"param"} or _like(name, bool(half)) in alike):
             yield f"{Entry(name, slot)} is missing"
 
 

@@ -121,15 +121,24 @@ def check_apart(target: Path, source: Path) -> None:
         raise ConversionError(f"--output {target} and --input {source}: {error.strerror or error}") from error
 
 
-def check_output(target: Path, overwrite: bool, source: Path | None = None) -> None:
-    """Raise ConversionError when a checkpoint cannot be written to this place."""
-    if source is not None:
-        check_apart(target, source)
+def check_above(target: Path) -> None:
+    """Raise ConversionError when a place is below a file."""
     place = _real(target)
     try:
         above = next((folder for folder in place.parents if folder.exists()), place.parent)
         if not above.is_dir():
             raise ConversionError(f"--output {target} cannot be made: {above} is a file")
+    except OSError as error:
+        raise ConversionError(f"--output {target} cannot be written: {error.strerror or error}") from error
+
+
+def check_output(target: Path, overwrite: bool, source: Path | None = None) -> None:
+    """Raise ConversionError when a checkpoint cannot be written to this place."""
+    if source is not None:
+        check_apart(target, source)
+    check_above(target)
+    place = _real(target)
+    try:
         if place.exists() and not place.is_dir():
             raise ConversionError(f"--output {target} is a file: give a folder that is not there yet")
         if place.is_dir() and any(place.iterdir()) and not overwrite:
