@@ -2,6 +2,7 @@
 
     tensor_table        one row for each kind of tensor: name, shape, how it is sharded, its optimizer companions
     open_checkpoint     reads torch_dist and plain (torch) checkpoints alike, one whole tensor at a time
+    companions          what every trained weight has in a checkpoint with optimizer states
     output_folder       writes a checkpoint beside its place and renames it there
     widen, resize, rekey, reshard, inspection, verification      what tools/checkpoint/convert.py does
 
