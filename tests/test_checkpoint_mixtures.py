@@ -10,6 +10,8 @@ import pytest
 from harness_pretrain import TINY_GPT
 from harness_resume import copy_of, edit_metadata, refused_here, train_here
 
+from megatron.training.checkpoints.errors import ConversionError
+from megatron.training.checkpoints.open_checkpoint import open_reader
 from megatron.training.resume.completeness import damage_of
 from megatron.training.resume.location import find_checkpoint
 
@@ -56,3 +58,12 @@ def test_the_state_of_another_step_is_refused(name: str, saved: dict[str, Path],
     shutil.copytree(checkpoints / "iter_0000002", checkpoints / "iter_0000004")
     load = [*OPTIONS, *FORMATS[name], "--load", str(checkpoints)]
     assert "iter_0000004 holds the state of step 2: files of two steps were mixed" in refused_here(load)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_converter_refuses_the_state_of_another_step(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    checkpoints = copy_of(saved[name], tmp_path / "mixed")
+    shutil.rmtree(checkpoints / "iter_0000004")
+    shutil.copytree(checkpoints / "iter_0000002", checkpoints / "iter_0000004")
+    with pytest.raises(ConversionError, match="iter_0000004 holds the state of step 2"):
+        open_reader(checkpoints)

@@ -275,6 +275,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     """
     import torch
     from megatron.core.enums import ModelType
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.global_vars import get_tokenizer
     from megatron.training.training import pretrain, set_startup_timestamps
@@ -294,6 +295,8 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     if store is None and "WORLD_SIZE" not in os.environ:
         store = torch.distributed.HashStore()  # alone: no address to meet at
     with Replacements() as replaced:
+        # A class attribute: what experts that ran in this process before left there may have another shape.
+        replaced.set(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
         install_tokenizers(replaced)
         kind.prepare(replaced, host)
         args = parse_training_arguments(

@@ -27,7 +27,7 @@ from megatron.training.checkpoints.sharded_writer import ShardedWriter
 from megatron.training.checkpoints.tensor_table import find_tensor
 from megatron.training.resume.completeness import require_whole
 from megatron.training.resume.errors import CheckpointError
-from megatron.training.resume.location import CheckpointLocation, find_checkpoint
+from megatron.training.resume.location import CheckpointLocation, check_step, find_checkpoint
 from megatron.training.wide_residual_checkpoint import check_format
 
 FORMATS = ("torch_dist", "torch")
@@ -73,6 +73,14 @@ def require_known_format(common: Common, folder: Path) -> None:
         raise ConversionError(str(error)) from error
 
 
+def require_own_step(common: Common, location: CheckpointLocation) -> None:
+    """Raise ConversionError where the folder of a step holds the state of another one."""
+    try:
+        check_step(location, common.state)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
+
+
 def open_reader(
     load: Path, step: int | None = None, *, flaw_in: Callable[[Reader], str | None] | None = flaw_of
 ) -> Reader:
@@ -89,6 +97,7 @@ def open_reader(
     reader = ShardedReader(location.folder) if location.format == "torch_dist" else PlainReader(location.folder)
     try:
         require_known_format(reader.common, location.folder)
+        require_own_step(reader.common, location)
         check_shapes(reader.entries, model_sizes(reader.common.args))
         if flaw_in is not None and (flaw := flaw_in(reader)) is not None:
             raise ConversionError(f"{location.folder} is not whole: {flaw}")

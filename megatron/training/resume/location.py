@@ -11,9 +11,10 @@ everything else is a CheckpointError that names what was found and what to do.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.training.resume.errors import CheckpointError
 
@@ -144,3 +145,14 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> CheckpointLoca
     if found is None:
         raise _unknown_format(folder)
     return CheckpointLocation(load, step, folder, found)
+
+
+def check_step(location: CheckpointLocation, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the folder of a step holds the state of another one."""
+    found = state.get("iteration", location.step)
+    if location.step is not None and found != location.step:
+        raise CheckpointError(
+            f"{location.folder} holds the state of step {found}: files of two steps were mixed, or the folder was "
+            f"renamed. Put back what belongs there, or load the folder of step {found}.",
+            on_all_ranks=True,
+        )

@@ -25,7 +25,7 @@ from megatron.training.resume import plain, sharded
 from megatron.training.resume.completeness import OPTIMIZER_FILE
 from megatron.training.resume.differences import Differences, Entry, differences, is_extra_state, refusal, skipped_line
 from megatron.training.resume.errors import CheckpointError
-from megatron.training.resume.location import CheckpointLocation
+from megatron.training.resume.location import CheckpointLocation, check_step
 from megatron.training.resume.preflight import checkpoint_to_load
 from megatron.training.resume.stored import damage_reported
 
@@ -54,17 +54,6 @@ def agreed_checkpoint(args: Namespace) -> CheckpointLocation | None:
 def loads_optimizer(args: Namespace, location: CheckpointLocation) -> bool:
     """Return whether a run with these arguments takes the optimizer's state from the checkpoint."""
     return not (args.no_load_optim or args.finetune or location.step is None)
-
-
-def check_step(location: CheckpointLocation, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the folder of a step holds the state of another one."""
-    found = state.get("iteration", location.step)
-    if location.step is not None and found != location.step:
-        raise CheckpointError(
-            f"{location.folder} holds the state of step {found}: files of two steps were mixed, or the folder was "
-            f"renamed. Put back what belongs there, or load the folder of step {found}.",
-            on_all_ranks=True,
-        )
 
 
 def _check_state(args: Namespace, location: CheckpointLocation, state: Mapping[str, Any], optimizer: Any) -> None:
