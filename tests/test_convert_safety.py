@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
 from megatron.training.checkpoints import output_folder
@@ -237,12 +238,16 @@ def _stacked_without_moment(plan: Plan) -> None:
 
 
 def _as(dtype: torch.dtype, *entries: Entry) -> Callable[[Plan], None]:
+    def cast(tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return tensor.to(dtype)
+
     def change(plan: Plan) -> None:
         plan.common.args.params_dtype = torch.float32
         for number, step in enumerate(plan.steps):
             if step.entry in entries:
                 info = TensorInfo(step.info.shape, dtype)
-                plan.steps[number] = Step(step.entry, info, step.source, lambda tensor: tensor.to(dtype))
+                plan.steps[number] = Step(step.entry, info, step.source, cast)
 
     return change
 
