@@ -152,6 +152,40 @@ def test_the_run_folder_keeps_what_a_rerun_needs(hard_life: HardLife) -> None:
     assert "SLURM_JOB_ID=" in (hard_life.folder / "snapshot" / "environment.txt").read_text()
 
 
+def test_a_job_converts_and_inspects_the_checkpoint(hard_life: HardLife, tmp_path: Path) -> None:
+    checkpoints, doubled = str(hard_life.folder / "checkpoints"), str(tmp_path / "doubled")
+    streams = _inspected(hard_life.cluster, checkpoints)["streams"]["num_streams"]
+    command = ["resize", "--input", checkpoints, "--output", doubled, "--num-streams", str(2 * streams), "--verify"]
+    assert "the same function" in _converted(hard_life.cluster, *command)
+    assert _inspected(hard_life.cluster, doubled)["streams"]["num_streams"] == 2 * streams
+
+
+def _inspected(cluster: Cluster, folder: str) -> dict:
+    output = _converted(cluster, "inspect", "--input", folder, "--json")
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+def _converted(cluster: Cluster, *arguments: str) -> str:
+    """Run convert.sbatch to its end; returns what the tool printed."""
+    job = cluster.sbatch(["scripts/slurm/convert.sbatch", *arguments])
+    cluster.wait_for(job, lambda: cluster.job(job)["JobState"] == "COMPLETED", "its end")
+    return cluster.output(job)
+
+
+def test_the_hybrid_recipe_trains_as_a_job_of_two_tasks(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "hybrid"
+    job = cluster.sbatch(
+        [
+            *("--nodes=2", "scripts/slurm/pretrain_mamba.sbatch", "scripts/recipes/tiny-hybrid.yaml"),
+            *("--run-dir", str(run), "--processes", "1", "--train-iters", "3"),
+        ],
+        OMP_NUM_THREADS="1",
+    )
+    cluster.wait_for(job, lambda: cluster.job(job)["JobState"] == "COMPLETED", "its end")
+    assert [attempt["status"] for attempt in json.loads((run / "attempts.json").read_text())] == [0]
+    assert sorted(_all_losses(run)) == [1, 2, 3]
+
+
 # A trainer that fails with a given status; one that waits to be asked to save, and is done at its second start.
 _FAILS = "import sys\nsys.exit(int(sys.argv[sys.argv.index('--seed') + 1]))\n"
 _WAITS = """
