@@ -15,6 +15,11 @@
 # What always holds: what is finished is not done again; an interrupted training goes on from its last checkpoint;
 # results of other settings are never mixed in. Needs nothing but what scripts/setup.sh installs; no account, no hub.
 set -euo pipefail
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
+[ $# -eq 0 ] || { echo "error: $1: quickstart.sh takes no arguments (--help explains it)" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 train_iters=${TRAIN_ITERS:-160}

@@ -8,6 +8,11 @@
 # form, so that no installed copy stands in its way; a .venv that is complete and current is left as it is, within a
 # second; one whose set-up was interrupted, that no longer runs or that was moved here is made afresh.
 set -euo pipefail
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
+[ $# -eq 0 ] || { echo "error: $1: setup.sh takes no arguments (--help explains it)" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 venv=$root/.venv

@@ -7,6 +7,10 @@
 # All checks run, also after one has failed. Exit status: pytest's own where it is not 0, else 1 when lint, formatting
 # or types failed.
 set -euo pipefail
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
 

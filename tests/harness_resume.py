@@ -10,6 +10,7 @@ What always holds: nothing of a run outlives it; steps are those of the real tra
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import pickle
 import shutil
@@ -67,6 +68,7 @@ def train_here(options: Sequence[str], on_step: Callable[[int, float], Any] | No
             training.destroy_global_state()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            gc.collect()  # groups are in cycles, and each keeps a thread that wakes up a hundred times a second
     return losses
 
 

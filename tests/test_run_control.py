@@ -100,9 +100,9 @@ def test_the_snapshot_holds_what_a_rerun_needs_and_no_secret(run: RunFolder, mon
     assert "megatron-core==" in (run.snapshot / "packages.txt").read_text()
     assert "scripts/launch.sh 'a b'" in (run.snapshot / "submit.txt").read_text()
     assert os.access(run.rerun, os.X_OK)
-    assert kept_variables({"WANDB_BASE_URL": "https://user:pw@host", "TOKENIZERS_PARALLELISM": "0"}) == {
-        "TOKENIZERS_PARALLELISM": "0"
-    }
+    kept_all = {"TOKENIZERS_PARALLELISM": "0", "CONTAINER_IMAGE": "docker://nvcr.io/nvidia/pytorch:25.01", "DATA": "/d"}
+    secrets = {"WANDB_BASE_URL": "https://user:pw@host", "SLURM_JWT": "eyJ", "TORCH_PW": "x", "HF_TOKEN": "x"}
+    assert kept_variables({**kept_all, **secrets, "HOME": "/root"}) == kept_all
 
 
 def test_a_save_folder_has_one_wandb_run(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_a_complete_set_up_is_left_as_it_is() -> None:
 
 
 @needs_own_venv
+@pytest.mark.parametrize("script", ["setup", "quickstart", "test"])
+def test_help_explains_and_does_nothing_else(script: str) -> None:
+    for flag in ("-h", "--help"):
+        done = run_script(f"./scripts/{script}.sh", flag, timeout=20)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"./scripts/{script}.sh" in done.stdout
+    if script != "test":
+        done = run_script(f"./scripts/{script}.sh", "--unknown", timeout=20)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--unknown" in done.stderr
+
+
 def test_the_set_up_installs_the_checkout_in_editable_form(tmp_path: Path) -> None:
     done = run_script(sys.executable, "-c", "import megatron; print(megatron.__file__)", cwd=tmp_path)
     assert done.stdout.strip() == str(REPOSITORY / "megatron/__init__.py"), done.stderr

@@ -24,9 +24,12 @@ from megatron.run_control.run_folder import RunFolder, write_whole
 
 _KEPT = re.compile(
     r"^(SLURM|SBATCH|NCCL|GLOO|UCX|CUDA|NVIDIA|OMP|MKL|TORCH|PYTORCH|TRITON|MEGATRON|WANDB|PYTHON|HF|TOKENIZERS|"
-    r"CONTAINER_(IMAGE|RUNTIME|MOUNTS|OPTIONS|PYTHON)|APPTAINER|ENROOT|LD_LIBRARY|VIRTUAL_ENV|PATH$|HOSTNAME$)"
+    r"CONTAINER_(IMAGE|RUNTIME|MOUNTS|OPTIONS|PYTHON)|APPTAINER|ENROOT|LD_LIBRARY|VIRTUAL_ENV|PATH$|HOSTNAME$|"
+    r"WATCHDOG_SECONDS$|CACHE_DIR$|SRUN_OPTIONS$|NETWORK_INTERFACE$|MASTER_PORT$|DATA$|TOKENIZER$)"
 )
-_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|PW\b|_PW|JWT|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+# user:password@host
+_SECRET_VALUE = re.compile(r"://[^/\s]*@")
 
 
 def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +37,7 @@ def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if _KEPT.match(name) and not _SECRET.search(name) and "://" not in value.partition("@")[0]
+        if _KEPT.match(name) and not _SECRET.search(name) and not _SECRET_VALUE.search(value)
     }
 
 
