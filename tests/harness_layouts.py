@@ -345,7 +345,8 @@ def _run_entry(entry: dict[str, Any], folder: Path, store: Any) -> None:
     recorder = Recorder()
     recorder.watch(training)
     kind = "hybrid" if "--hybrid-layer-pattern" in entry["argv"] else "gpt"
-    sys.argv = ["pretrain", *entry["argv"]]
+    # Without worker processes: forked from a process with the threads of earlier entries, one has ended in a segfault.
+    sys.argv = ["pretrain", *entry["argv"], "--num-workers", "0"]
     rank = int(os.environ["RANK"])
     try:
         train("cpu", MODEL_KINDS[kind], store=torch.distributed.PrefixStore(entry["name"], store))

@@ -153,11 +153,11 @@ def test_the_run_folder_keeps_what_a_rerun_needs(hard_life: HardLife) -> None:
 
 
 def test_a_job_converts_and_inspects_the_checkpoint(hard_life: HardLife, tmp_path: Path) -> None:
-    checkpoints, doubled = str(hard_life.folder / "checkpoints"), str(tmp_path / "doubled")
-    streams = _inspected(hard_life.cluster, checkpoints)["streams"]["num_streams"]
-    command = ["resize", "--input", checkpoints, "--output", doubled, "--num-streams", str(2 * streams), "--verify"]
+    checkpoints, wide = str(hard_life.folder / "checkpoints"), str(tmp_path / "wide")
+    assert _inspected(hard_life.cluster, checkpoints)["iteration"] == STEPS
+    command = ["widen", "--input", checkpoints, "--output", wide, "--num-streams", "4", "--verify"]
     assert "the same function" in _converted(hard_life.cluster, *command)
-    assert _inspected(hard_life.cluster, doubled)["streams"]["num_streams"] == 2 * streams
+    assert _inspected(hard_life.cluster, wide)["streams"]["num_streams"] == 4
 
 
 def _inspected(cluster: Cluster, folder: str) -> dict:

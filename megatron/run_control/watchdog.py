@@ -102,9 +102,13 @@ class Watchdog(threading.Thread):
             with file.open("a") as out:
                 print(f"watchdog: {time.ctime()}: rank {rank}, pid {pid}, {process_state(pid)}", file=out)
             _signal(pid, DUMP_SIGNAL)
-            _signal(pid, signal.SIGCONT)  # a stopped process cannot write its stack
         print(f"watchdog: stacks of ranks {sorted(ranks)} are in {self._run.stacks}", file=sys.stderr, flush=True)
         time.sleep(GRACE_S)
+        for pid in ranks.values():
+            # A stopped process writes its stack when it goes on; sooner, it would train on, and the other nodes, which
+            # wait for the silence of their own ranks, would see none.
+            _signal(pid, signal.SIGCONT)
+        time.sleep(1.0)
         for pid in self._workers():
             _signal(pid, signal.SIGKILL)
 
