@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
             # A stopped process writes its stack when it goes on; sooner, it would train on, and the other nodes, which
             # wait for the silence of their own ranks, would see none.
             _signal(pid, signal.SIGCONT)
-        time.sleep(1.0)
+        time.sleep(5.0)  # a busy machine writes it in pieces
         for pid in self._workers():
             _signal(pid, signal.SIGKILL)
 
