@@ -103,12 +103,12 @@ class Watchdog(threading.Thread):
                 print(f"watchdog: {time.ctime()}: rank {rank}, pid {pid}, {process_state(pid)}", file=out)
             _signal(pid, DUMP_SIGNAL)
         print(f"watchdog: stacks of ranks {sorted(ranks)} are in {self._run.stacks}", file=sys.stderr, flush=True)
-        time.sleep(GRACE_S)
+        time.sleep(GRACE_S / 2)
         for pid in ranks.values():
-            # A stopped process writes its stack when it goes on; sooner, it would train on, and the other nodes, which
-            # wait for the silence of their own ranks, would see none.
+            # A stopped process writes its stack when it goes on. Sooner, it would train on, and the other nodes, which
+            # wait for the silence of their own ranks, would see none; later, their kill would cut it off.
             _signal(pid, signal.SIGCONT)
-        time.sleep(5.0)  # a busy machine writes it in pieces
+        time.sleep(GRACE_S / 2)
         for pid in self._workers():
             _signal(pid, signal.SIGKILL)
 
