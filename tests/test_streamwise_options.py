@@ -32,6 +32,7 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_without_a_gpu_and_its_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal(monkeypatch, 17, MEGATRON_STREAMWISE_BACKEND="triton", TRITON_INTERPRET="1")  # whatever this process did
     message = refusal(monkeypatch, 2, MEGATRON_STREAMWISE_BACKEND="triton", TRITON_INTERPRET="0")
     assert "triton serves CUDA tensors, got cpu ones: use auto" in message
 

@@ -44,7 +44,7 @@ def streamwise_operators(device: torch.device) -> StreamwiseOperators:
 
     Raises: StreamwiseBackendError (a ValueError) for an unknown name or a backend that cannot serve the device.
     """
-    return _load(os.environ.get(BACKEND_VARIABLE) or "auto", device.type)
+    return _load(os.environ.get(BACKEND_VARIABLE) or "auto", device.type, _triton_interpreted())
 
 
 def streamwise_backend(device: torch.device) -> str:
@@ -52,20 +52,26 @@ def streamwise_backend(device: torch.device) -> str:
     return streamwise_operators(device).name
 
 
+def _triton_interpreted() -> bool:
+    """Whether Triton's interpreter is asked for, by Triton's own variable."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
 @cache
-def _load(wanted: str, device_type: str) -> StreamwiseOperators:
+def _load(wanted: str, device_type: str, interpreted: bool) -> StreamwiseOperators:
+    """The operators for what is asked; every input is a parameter, so that a changed environment is another answer."""
     if wanted not in BACKENDS:
         raise StreamwiseBackendError(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {wanted!r}.")
     fastest = _FASTEST.get(device_type, "eager")
     try:
-        operators = _make(fastest if wanted == "auto" else wanted, device_type)
+        operators = _make(fastest if wanted == "auto" else wanted, device_type, interpreted)
     except StreamwiseBackendError as error:
         if wanted != "auto":
             raise
         logger.warning(
             "Streamwise residual operators run on the slower eager kernels, not on the %s ones: %s", fastest, error
         )
-        operators = _make("eager", device_type)
+        operators = _make("eager", device_type, interpreted)
     logger.info("Streamwise residual operators on %s: %s.", device_type, _describe(operators))
     return operators
 
@@ -80,10 +86,10 @@ def _describe(operators: StreamwiseOperators) -> str:
     return f"{operators.name} kernels ({paths})"
 
 
-def _make(name: str, device_type: str) -> StreamwiseOperators:
+def _make(name: str, device_type: str, interpreted: bool) -> StreamwiseOperators:
     """The backend `name` for tensors on a device of this type; StreamwiseBackendError where it cannot be had."""
     if name == "triton":
-        return _make_triton(device_type)
+        return _make_triton(device_type, interpreted)
     if name == "eager":
         return FactorOperators("eager", streamwise_residual_kernels)
     if device_type != "cpu":
@@ -96,9 +102,8 @@ def _make(name: str, device_type: str) -> StreamwiseOperators:
         raise StreamwiseBackendError(f"{error}.") from error
 
 
-def _make_triton(device_type: str) -> StreamwiseOperators:
+def _make_triton(device_type: str, interpreted: bool) -> StreamwiseOperators:
     """The Triton backend."""
-    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
     if device_type != "cuda" and not (device_type == "cpu" and interpreted):
         raise StreamwiseBackendError(
             f"{BACKEND_VARIABLE}=triton serves CUDA tensors, got {device_type} ones: use auto, or TRITON_INTERPRET=1 "
