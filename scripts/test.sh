@@ -30,7 +30,7 @@ check "shellcheck" "$bin/shellcheck" "${shell_files[@]}"
 
 printf '\n== pytest\n'
 status=0
-"$bin/python" -m pytest -n 2 --dist loadfile "$@" || status=$?
+"$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed before the tests: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
     [ "$status" -ne 0 ] || status=1

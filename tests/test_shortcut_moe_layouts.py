@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness_layouts import MODELS, Case, Result, run_cases
 
-STEPS = 10
+STEPS = 8
 MODELS["shortcut"] = [
     *(*MODELS["hybrid"], "--num-layers", "6", "--hybrid-layer-pattern", "M*E-E*"),
     *("--moe-shortcut-connection", "--moe-shortcut-parallel"),
