@@ -19,9 +19,10 @@ from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SA
 from megatron.run_control.node_agent import end_leftovers
 from megatron.run_control.progress import find_runs, read_progress
 from megatron.run_control.recipes import Recipe
+from megatron.run_control.resubmission import resubmission
 from megatron.run_control.run_folder import TRACKER, RunFolder
 from megatron.run_control.snapshot import kept_variables, take_snapshot
-from megatron.run_control.wandb_identity import use_stable_run_id
+from megatron.run_control.wandb_identity import WandbPlace, check_run_id, use_stable_run_id
 from megatron.run_control.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +94,7 @@ def test_the_node_that_ended_first_says_why(run: RunFolder) -> None:
 def test_the_snapshot_holds_what_a_rerun_needs_and_no_secret(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    take_snapshot(run, ROOT, ["scripts/launch.sh", "a b"], ["scripts/launch.sh"])
+    take_snapshot(run, ROOT, "scripts/launch.sh 'a b'", ["scripts/launch.sh"])
     kept = "".join(file.read_text() for file in run.snapshot.iterdir() if file.suffix == ".txt")
     assert "s3cret" not in kept
     assert "NCCL_DEBUG=WARN" in kept
@@ -105,14 +106,87 @@ def test_the_snapshot_holds_what_a_rerun_needs_and_no_secret(run: RunFolder, mon
     assert kept_variables({**kept_all, **secrets, "HOME": "/root"}) == kept_all
 
 
+_PLACE = WandbPlace("streams", "team")
+
+
 def test_a_save_folder_has_one_wandb_run(tmp_path: Path) -> None:
     first: dict[str, str] = {}
-    second: dict[str, str] = {}
-    assert use_stable_run_id(tmp_path / "save", first) == use_stable_run_id(tmp_path / "save", second)
-    assert second["WANDB_RESUME"] == "allow"
-    assert use_stable_run_id(tmp_path / "other", {"WANDB_RUN_ID": "mine"}) == "mine"
+    second: dict[str, str] = {"WANDB_RUN_ID": ""}
+    save, other = tmp_path / "save", tmp_path / "other"
+    assert use_stable_run_id(save, first, _PLACE) == use_stable_run_id(save, second, WandbPlace("streams"))
+    assert second == {"WANDB_RUN_ID": first["WANDB_RUN_ID"], "WANDB_RESUME": "allow"}
+    assert use_stable_run_id(other, {"WANDB_RUN_ID": "mine"}, WandbPlace("streams")) == "mine"
     with pytest.raises(LaunchError, match="belongs to the wandb run mine, but WANDB_RUN_ID is theirs"):
-        use_stable_run_id(tmp_path / "other", {"WANDB_RUN_ID": "theirs"})
+        use_stable_run_id(other, {"WANDB_RUN_ID": "theirs"}, _PLACE)
+
+
+def test_a_save_folder_stays_in_its_wandb_project_and_entity(tmp_path: Path) -> None:
+    identity = use_stable_run_id(tmp_path, {}, WandbPlace("streams"))
+    use_stable_run_id(tmp_path, {}, _PLACE)  # an entity named later is that of the run from then on
+    for place, complaint in (
+        (WandbPlace("elsewhere", "team"), "of project streams, but this start names project elsewhere"),
+        (WandbPlace("streams", "others"), "of entity team, but this start names entity others"),
+    ):
+        with pytest.raises(LaunchError, match=f"belongs to the wandb run {identity} {complaint}"):
+            check_run_id(tmp_path, None, place)
+    (tmp_path / "wandb_run_id.txt").unlink()
+    assert use_stable_run_id(tmp_path, {}, WandbPlace("elsewhere", "others")) != identity, "another history"
+    (tmp_path / "wandb_place.json").unlink()  # as before it was kept
+    use_stable_run_id(tmp_path, {}, _PLACE)
+
+
+@pytest.mark.parametrize("identity", ["a/b", "a b", "x" * 129, "a?", "a:b"])
+def test_a_run_id_that_wandb_cannot_have_is_refused(tmp_path: Path, identity: str) -> None:
+    with pytest.raises(LaunchError, match=r"WANDB_RUN_ID is .* which is no run id of wandb: 1 to 128 characters"):
+        use_stable_run_id(tmp_path, {"WANDB_RUN_ID": identity}, _PLACE)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "wandb_run_id.txt").write_text(identity)
+    with pytest.raises(LaunchError, match=r"wandb_run_id\.txt is damaged"):
+        use_stable_run_id(tmp_path, {}, _PLACE)
+
+
+# What `scontrol show job` prints: of SLURM 22.05 (gres:), and of a newer one.
+_RECORD = """JobId=17 ArrayJobId=15 ArrayTaskId=2 JobName=sweep
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   Priority=1 Nice=0 Account=physics QOS=high
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=0 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:01 TimeLimit=1-04:00:00 TimeMin=N/A
+   Partition=gpu AllocNode:Sid=login:1
+   ReqNodeList=(null) ExcNodeList=node7
+   NumNodes=2 NumCPUs=32 NumTasks=2 CPUs/Task=16 ReqB:S:C:T=0:0:*:*
+   MinCPUsNode=16 MinMemoryNode=100G MinTmpDiskNode=0
+   Features=h200 DelayBoot=00:00:00
+   OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
+   Command=/repo/scripts/slurm/sweep.sbatch
+   Comment=two words
+   TresPerNode=gres:gpu:8,gres:craft:1
+"""
+_OPTIONS = [
+    *("--account=physics", "--qos=high", "--partition=gpu", "--nodes=2", "--time=1-04:00:00", "--cpus-per-task=16"),
+    *("--mem=100G", "--constraint=h200", "--exclude=node7", "--job-name=sweep", "--comment=two words"),
+    *("--gres=gpu:8,craft:1", "--exclusive", "--no-requeue"),
+]
+_TYPED = "/usr/bin/sbatch -A physics --array=1-3 -d afterok:5 --signal=B:USR2@600 -N2 --wait --mem 100G"
+
+
+@pytest.mark.parametrize(
+    ("record", "line", "expected"),
+    [
+        (_RECORD, "", _OPTIONS),
+        (_RECORD.replace("gres:", "gres/"), "", _OPTIONS),
+        (
+            _RECORD,
+            f"{_TYPED} scripts/slurm/sweep.sbatch lines.txt --time 3",
+            ["-A", "physics", "--signal=B:USR2@600", "-N2", "--mem", "100G", "--qos=high", "--partition=gpu"],
+        ),
+        (_RECORD, "sbatch --comment=two words scripts/slurm/sweep.sbatch lines.txt", _OPTIONS),
+        (_RECORD, "srun scripts/slurm/sweep.sbatch", _OPTIONS),
+    ],
+    ids=["old", "new", "submit-line", "ambiguous-line", "no-sbatch"],
+)
+def test_a_job_is_submitted_again_with_all_that_it_was_given(record: str, line: str, expected: list[str]) -> None:
+    assert resubmission(record, line) == ["sbatch", *expected]
 
 
 _TRAINER = """
@@ -211,6 +285,87 @@ def test_the_table_tells_state_speed_and_problems_from_the_folder_alone(
     assert "another start cannot mend" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("shown", ["NAN", "INF", "-INF", "nan"])
+def test_a_loss_that_is_not_finite_is_a_problem_in_every_state(run: RunFolder, shown: str) -> None:
+    begin_attempt(run)
+    run.log.write_text(_STEP.format(step=39) + _STEP.format(step=40).replace("4.25E+00", shown))
+    for state in ("running", "finished"):
+        view = read_progress(run.path)
+        assert view.state == state
+        assert f"the loss is not finite ({float(shown)}) at step 40" in (view.problem or "")
+        end_attempt(run, 0)
+
+
+def test_steps_and_validations_that_are_not_finite_are_problems(run: RunFolder) -> None:
+    begin_attempt(run)
+    counted = "loss scale: 1.0 | number of nan iterations:   {} |"
+    # Upstream leaves a mean that is NaN out of the line.
+    line = _STEP.format(step=40)
+    run.log.write_text(line.replace("lm loss: 4.25E+00 | ", "").replace("loss scale: 1.0 |", counted.format(3)))
+    view = read_progress(run.path)
+    assert view.loss != view.loss
+    assert view.problem == "the loss is not finite (nan) at step 40"
+    run.log.write_text(line.replace("loss scale: 1.0 |", counted.format(3)))
+    assert read_progress(run.path).problem == "3 of the steps up to 40 had a loss that is NaN"
+    run.log.write_text(
+        line.replace("loss scale: 1.0 |", counted.format(0))
+        + " validation loss at iteration 40 on validation set | lm loss value: NAN | lm loss PPL: NAN |\n"
+    )
+    assert read_progress(run.path).problem == "the validation loss is not finite (nan) at step 40"
+    run.log.write_text(line)
+    assert read_progress(run.path).problem is None
+
+
+_DAMAGES = {
+    "attempts.json": [b"[{", b"{}", b'[{"number": 1}]', b"\xff"],
+    "launch.json": [b"", b"{}"],
+    "flags.txt": [None, b"\xff\n"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, content) for n, found in _DAMAGES.items() for content in found])
+def test_a_damaged_run_is_a_row_that_says_what_is_damaged_and_the_others_are_shown(
+    run: RunFolder, name: str, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RunFolder(run.path.parent / "other")
+    other.create(Recipe("pretrain_gpt.py"), ROOT)
+    begin_attempt(run)
+    file = run.path / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    assert tool("runs").main([str(run.path.parent), "--once"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "run damaged" in out
+    assert "is damaged" in (problem := read_progress(run.path).problem or "")
+    assert name in problem
+    assert "other prepared" in out
+
+
+def test_a_reader_that_goes_away_ends_a_tool_quietly(run: RunFolder) -> None:
+    folder = run.path.parent / os.fsdecode(b"not-\xff-utf8")
+    run.path.rename(folder)
+    for command in (["runs.py", str(folder.parent), "--once"], ["recipe_flags.py", "scripts/recipes/tiny-gpt.yaml"]):
+        with subprocess.Popen(
+            [sys.executable, f"tools/{command[0]}", *command[1:]],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 1, command
+    shown = read_progress(folder)
+    assert shown.name == "not-\\xff-utf8"
+
+
 def test_a_place_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool("runs").main([str(tmp_path)]) == 2
     assert "a run has a launch.json" in capsys.readouterr().err
+    for wrong in ([""], ["--every", "nan"]):
+        with pytest.raises(SystemExit) as ended:
+            tool("runs").main(wrong)
+        assert ended.value.code == 2

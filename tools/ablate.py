@@ -12,13 +12,14 @@ here or as a SLURM job array (options of sbatch behind --), and can be interrupt
 against the reference with 95 % intervals. docs/ablate.md describes the YAML.
 
 What always holds: a finished run is never run again; a folder whose flags are not the YAML's is refused by name; a run
-that is missing or unfinished is named by the report. Exit status: 0 done; 1 a run failed, is missing or unfinished;
-2 bad input; 130 interrupted.
+that is missing, unfinished or unreadable is named by the report. Exit status: 0 done; 1 a run failed, is missing or
+unfinished, or none has finished; 2 bad input or an unreadable run; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import statistics
 import sys
@@ -28,13 +29,20 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from closed_pipe import run_tool
 from compare_runs import Run, RunError, read_run
 
 from megatron.ablations.description import Ablation, load_ablation
-from megatron.ablations.state import ablation_lock, check_folders, other_folders, state_of
+from megatron.ablations.state import ablation_lock, check_folders, damage_of, other_folders, state_of
 from megatron.run_control.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name of a folder is wanted, it is empty")
+    return Path(text)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +59,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     plan.add_argument("--flags", action="store_true", help="print every flag of every variant, not only what differs")
     run.add_argument("--parallel", type=int, default=None, metavar="N", help="runs at a time (default: 1; SLURM: all)")
     run.add_argument("--slurm", action="store_true", help="submit a job array; options of sbatch go behind --")
-    report.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: report/ beside the runs)")
-    report.add_argument("--partial", action="store_true", help="exit 0 although runs are missing or unfinished")
+    report.add_argument(
+        "--output", type=_folder, metavar="DIR", help="where to write (default: report/ beside the runs)"
+    )
+    report.add_argument(
+        "--partial", action="store_true", help="exit 0 although runs are missing, and leave out unreadable ones"
+    )
     report.add_argument(
         "--tail", type=int, default=10, metavar="N", help="train loss: mean of N last steps (default: 10)"
     )
@@ -70,16 +82,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measured_runs(ablation: Ablation, tail: int) -> dict[str, Run]:
-    """What the finished runs logged, by name. Raises LaunchError for a finished run that cannot be read."""
-    found = {}
+def measured_runs(ablation: Ablation, tail: int) -> tuple[dict[str, Run], dict[str, str]]:
+    """What the finished runs logged, by name, and why others cannot be read, by name."""
+    found, unreadable = {}, {}
     for run in ablation.runs:
-        if state_of(run) == "finished":
+        damage = damage_of(run)
+        if damage is not None:
+            unreadable[run.name] = damage
+        elif state_of(run) == "finished":
             try:
                 found[run.name] = read_run(run.folder, run.name, tail)
-            except RunError as error:
-                raise LaunchError(str(error)) from None
-    return found
+            except (RunError, OSError) as error:
+                unreadable[run.name] = str(error)
+    return found, unreadable
 
 
 def plan_command(args: argparse.Namespace, ablation: Ablation) -> int:
@@ -88,12 +103,14 @@ def plan_command(args: argparse.Namespace, ablation: Ablation) -> int:
     from megatron.ablations.plan_table import print_plan
 
     speeds = defaultdict(list)
-    measured = measured_runs(ablation, 1)
+    measured, unreadable = measured_runs(ablation, 1)
     for run in ablation.runs:
         if run.name in measured and measured[run.name].tokens_per_second:
             speeds[run.variant.name].append(measured[run.name].tokens_per_second or 0.0)
     means = {name: statistics.fmean(values) for name, values in speeds.items()}
     print_plan(ablation, variant_costs(ablation, ROOT, means), args.flags)
+    for name, reason in unreadable.items():
+        print(f"note: {name} cannot be read and says nothing of speed: {reason}")
     return 0
 
 
@@ -103,6 +120,8 @@ def run_command(args: argparse.Namespace, ablation: Ablation) -> int:
     from megatron.ablations.slurm_array import queued, submit
 
     check_folders(ablation)
+    if os.environ.get("WANDB_RUN_ID") and any("wandb-project" in run.recipe.flags for run in ablation.runs):
+        raise LaunchError("WANDB_RUN_ID is set: all runs would be one wandb run; unset it")
     with ablation_lock(ablation):
         if args.slurm:
             job, runs = submit(ablation, ROOT, args.parallel, args.sbatch)
@@ -122,9 +141,16 @@ def report_command(args: argparse.Namespace, ablation: Ablation) -> int:
     from megatron.ablations.plots import draw
     from megatron.ablations.report import Report, write_report
 
-    check_folders(ablation)
+    check_folders(ablation, but_damaged=True)
+    measured, unreadable = measured_runs(ablation, args.tail)
+    for name, reason in unreadable.items():
+        if not args.partial:
+            raise LaunchError(
+                f"{name} cannot be read: {reason}. Mend or remove its folder, or leave it out by --partial"
+            )
     states = {run.name: state_of(run) for run in ablation.runs}
-    report = Report(ablation, measured_runs(ablation, args.tail), states)
+    states |= {name: f"unreadable: {reason}" for name, reason in unreadable.items()}
+    report = Report(ablation, measured, states)
     output = ["--output", str(args.output)] if args.output else []
     command = "\n".join(
         shlex.join(["python", "tools/ablate.py", *words])
@@ -136,6 +162,9 @@ def report_command(args: argparse.Namespace, ablation: Ablation) -> int:
         print(f"left out: {name}, a run folder that {args.file} does not name")
     for line in report.unfinished:
         print(f"not in the report: {line}", file=sys.stderr)
+    if not report.measured:
+        print(f"error: no run of {args.file} has finished, the report is empty", file=sys.stderr)
+        return 1
     return 1 if report.unfinished and not args.partial else 0
 
 
@@ -147,10 +176,12 @@ def main(argv: list[str] | None = None) -> int:
         from megatron.run_control.known_flags import known_flags
 
         return commands[args.command](args, load_ablation(args.file, ROOT, known_flags()))
+    except BrokenPipeError:
+        raise  # closed_pipe.py
     except (LaunchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ def main(argv: list[str] | None = None) -> int:
             write_json(runs, Path(args.json))
         if args.plot:
             write_plot(runs, Path(args.plot))
+    except BrokenPipeError:
+        raise  # closed_pipe.py
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -229,4 +232,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -22,11 +22,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from closed_pipe import run_tool
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     from megatron.run_control.__main__ import parse_launch_line, resolve
@@ -50,4 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -7,7 +7,8 @@
 
 Each PLACE is a run folder (of scripts/launch.sh or a .sbatch file) or a folder of such folders. States: running,
 waiting (to be started again, in SLURM's queue for example), silent (says that it runs, but no rank has moved for 2
-minutes), finished, stopped (will not be started again; the problem says why), prepared (never started).
+minutes), finished, stopped (will not be started again; the problem says why), prepared (never started), damaged (a file
+of the folder cannot be read; the problem says which). A loss that is NaN or infinite is a problem in every state.
 
 What always holds: only run folders are read, nothing is written and no scheduler is asked. Exit status: 0, or 2 when
 there is no run.
@@ -24,12 +25,15 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from closed_pipe import run_tool
+
 from megatron.run_control.progress import Progress, find_runs, read_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_COLORS = {"running": "green", "waiting": "yellow", "silent": "red", "stopped": "red", "finished": "blue"}
+_COLORS = {"running": "green", "waiting": "yellow", "finished": "blue"}
+_COLORS |= dict.fromkeys(("silent", "stopped", "damaged"), "red")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +49,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="print the table once and end")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between readings (default: 5)")
     args = parser.parse_args(argv)
-    if args.every <= 0:
+    if not all(place.strip() for place in args.places):
+        parser.error("a PLACE is empty: name a folder")
+    if not args.every > 0:
         parser.error(f"--every {args.every}: more than 0 seconds")
     return args
 
@@ -114,4 +120,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -17,8 +17,12 @@
 A mapping of axes means every combination of its values; axes.py lists the axes. The reference of a variant is the one
 variant that has the reference's values and is otherwise the same, but for axes that only wide streams have.
 
-What always holds: an unknown key, axes that contradict each other and numbers that cannot be used are a LaunchError
-that names the file and the key; the same YAML gives the same runs, names and flags in the same order.
+Values may hold `${NAME}` as in a recipe. A flag that a run folder owns (save, load, tensorboard-dir, wandb-run-id, ...)
+is refused, also in the base recipe: seeds would share one checkpoint.
+
+What always holds: an unknown key, a key that stands twice, axes that contradict each other and numbers that cannot be
+used are a LaunchError that names the file and the key; the same YAML gives the same runs, names and flags in the same
+order.
 """
 
 from __future__ import annotations
@@ -28,12 +32,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 from megatron.ablations.axes import WIDE_AXES, as_number, check_streams, flags_of, is_whole, label_of
+from megatron.run_control.environment import check_environment
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import FlagTable, check_flags
-from megatron.run_control.recipes import FlagValue, Recipe, load_recipe
+from megatron.run_control.recipes import FlagValue, Recipe, expanded, flag_value, load_recipe
+from megatron.run_control.run_folder import OWNED_FLAGS
+from megatron.run_control.strict_yaml import read_mapping
 
 _KEYS = ("base", "folder", "processes", "environment", "flags", "axes", "seeds", "reference")
 # What the report reads from TensorBoard; a recipe that sets one wins.
@@ -96,7 +101,7 @@ def load_ablation(file: Path, root: Path, table: FlagTable | None = None) -> Abl
             check_flags(variant.recipe.flags, table or {})
     except LaunchError as error:
         raise error if str(error).startswith(str(file)) else LaunchError(f"{file}: {error}") from None
-    folder = root / str(content.get("folder") or f"runs/ablations/{file.stem}")
+    folder = root / str(expanded(content.get("folder", f"runs/ablations/{file.stem}"), f"{file}: folder"))
     runs = tuple(
         PlannedRun(
             variant,
@@ -124,20 +129,13 @@ def _identified(recipe: Recipe, ablation: str, variant: Variant, seed: int) -> R
 
 
 def _read(file: Path) -> dict:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LaunchError(f"{file}: no such ablation") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LaunchError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise LaunchError(f"{file}: a mapping with {', '.join(_KEYS)} is wanted, {type(content).__name__} was found")
-    for key in content:
-        if key not in _KEYS:
-            raise LaunchError(f"{file}: {key!r} is none of {', '.join(_KEYS)}")
+    content = read_mapping(file, _KEYS, "no such ablation")
     for key in ("base", "axes", "seeds"):
         if content.get(key) is None:
             raise LaunchError(f"{file}: no {key}")
+    folder = content.get("folder", "-")
+    if not isinstance(folder, str) or not folder.strip():
+        raise LaunchError(f"{file}: folder is {folder!r}, the name of a folder is wanted")
     return content
 
 
@@ -154,25 +152,38 @@ def _base_recipe(file: Path, content: Mapping) -> Recipe:
     processes = content.get("processes", recipe.processes)
     if not is_whole(processes, 1):
         raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")
-    environment = {name: str(value) for name, value in _table(file, content, "environment").items()}
-    flags = _table(file, content, "flags")
-    for name, value in flags.items():
-        _check_value(file, f"flags: {name}", value)
+    environment = {
+        name: expanded(value, f"{file}: environment: {name}")
+        for name, value in _table(file, content, "environment").items()
+    }
+    variables = check_environment(environment, f"{file}: environment")
+    if "WANDB_RUN_ID" in {**recipe.environment, **variables}:
+        raise LaunchError(f"{file}: environment: WANDB_RUN_ID: {OWNED_FLAGS['wandb-run-id']}; leave it out")
+    flags = {
+        name: flag_value(value, f"{file}: flags: {name}") for name, value in _table(file, content, "flags").items()
+    }
+    for name in OWNED_FLAGS:
+        _check_not_owned(file, f"flags: {name}", name, flags.get(name, False))
+        if name not in flags:
+            _check_not_owned(file, f"base: {content['base']} has {name}", name, recipe.flags.get(name, False))
     if "seed" in flags:
         raise LaunchError(f"{file}: flags: seed: the seeds stand in seeds")
     logged = {name: True for name in _LOGGED if name not in recipe.flags}
     return replace(
         recipe,
         processes=processes,
-        environment={**recipe.environment, **environment},
-        flags=_laid_over(recipe.flags, logged | flags),  # type: ignore[arg-type]
+        environment={**recipe.environment, **variables},
+        flags=_laid_over(recipe.flags, logged | flags),
     )
 
 
-def _check_value(file: Path, where: str, value: object) -> None:
-    values = value if isinstance(value, list) else [value]
-    if not values or any(not isinstance(item, bool | int | float | str) for item in values):
-        raise LaunchError(f"{file}: {where} is {value!r}: a value, a list of values, true or false is wanted")
+def _check_not_owned(file: Path, where: str, name: str, value: FlagValue) -> None:
+    """Raise LaunchError for a flag that several runs cannot have in common; false takes one away and is none."""
+    if name in OWNED_FLAGS and value is not False:
+        raise LaunchError(
+            f"{file}: {where}: {OWNED_FLAGS[name]}. Leave it out, or write flags: {{{name}: false}} to take the base "
+            "recipe's away"
+        )
 
 
 def _laid_over(flags: Mapping[str, FlagValue], over: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
@@ -202,8 +213,9 @@ def _combinations(file: Path, axes: object) -> Iterator[dict[str, object]]:
             values[str(axis)] = listed if isinstance(listed, list) else [listed]
             if not values[str(axis)]:
                 raise LaunchError(f"{file}: axes: {axis} has no value")
+            values[str(axis)] = [flag_value(value, f"{file}: axes: {axis}") for value in values[str(axis)]]
             for value in values[str(axis)]:
-                _check_value(file, f"axes: {axis}", value)
+                _check_not_owned(file, f"axes: {axis}", str(axis), value)
         if "seed" in values:
             raise LaunchError(f"{file}: axes: seed: the seeds stand in seeds")
         for combination in itertools.product(*values.values()):

@@ -8,7 +8,8 @@ a seed holds less noise than either loss. The interval is that of the paired t t
 with t of n-1 degrees of freedom and s the sample standard deviation of the differences.
 
 What always holds: nothing is said of what one seed cannot say: the spread and the interval of a single value are None;
-a difference counts as seen only where the interval leaves 0 out.
+a difference counts as seen only where the interval leaves 0 out. A value that is NaN or infinite makes the mean NaN,
+the spread and the interval None and the verdict NOT_FINITE: no mean is ever that of the finite values alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Number, mean and sample standard deviation (None for one value)."""
+    """Number, mean and sample standard deviation (None for one value, and where one is not finite)."""
 
     n: int
     mean: float
@@ -43,6 +45,8 @@ class Difference:
     @property
     def verdict(self) -> str:
         """What the interval allows to say, as words for a table."""
+        if not math.isfinite(self.mean):
+            return NOT_FINITE
         if self.low is None or self.high is None:
             return "one seed: nothing can be said"
         if self.low <= 0 <= self.high:
@@ -54,6 +58,8 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Mean and spread; None for no value."""
     if not values:
         return None
+    if not all(map(math.isfinite, values)):
+        return Spread(len(values), math.nan, None)
     return Spread(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 

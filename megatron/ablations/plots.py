@@ -5,19 +5,21 @@
 Curves that lie on each other say little, so a second panel shows each variant's training loss minus that of its
 reference, seed by seed.
 
-What always holds: a line is the mean over the seeds that have finished, a band spans the lowest and the highest;
-files are written beside and renamed into place.
+What always holds: a line is the mean over the seeds that have finished, a band spans the lowest and the highest; where
+a value is NaN or infinite there is no point, and the variant's label says so; files are written beside and renamed into
+place.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.ablations.paired import CONFIDENCE
+from megatron.ablations.paired import CONFIDENCE, NOT_FINITE
 from megatron.ablations.report import CURVES, DIFFERENCES, Report
 
 if TYPE_CHECKING:
@@ -39,21 +41,33 @@ def _curves(report: Report, variant: Variant) -> dict[int, dict[float, float]]:
 
 
 def _stacked(curves: list[dict[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that all curves have, and losses (seed, tokens)."""
+    """Tokens that all curves have, and losses (seed, tokens); NaN for all seeds where one is not finite."""
     tokens = sorted(set.intersection(*(set(curve) for curve in curves)))
-    return np.array(tokens), np.array([[curve[at] for at in tokens] for curve in curves])
+    losses = np.array([[curve[at] for at in tokens] for curve in curves])
+    return np.array(tokens), np.where(np.isfinite(losses).all(axis=0), losses, np.nan)
 
 
 def _smoothed(losses: np.ndarray) -> np.ndarray:
     """A running mean over the last axis, shorter at the start."""
     window = max(1, round(losses.shape[-1] * _SMOOTHED_STEPS))
-    total = np.cumsum(np.pad(losses, [(0, 0), (1, 0)]), axis=-1)
     ends = np.arange(1, losses.shape[-1] + 1)
     starts = np.maximum(0, ends - window)
-    return (total[:, ends] - total[:, starts]) / (ends - starts)
+
+    def within(values: np.ndarray) -> np.ndarray:
+        total = np.cumsum(np.pad(values, [(0, 0), (1, 0)]), axis=-1)
+        return total[:, ends] - total[:, starts]
+
+    known = np.isfinite(losses)
+    means = within(np.where(known, losses, 0.0)) / (ends - starts)
+    return np.where(within(1.0 - known) == 0, means, np.nan)
+
+
+def _labelled(name: str, missing: bool) -> str:
+    return f"{name} ({NOT_FINITE}: points left out)" if missing else name
 
 
 def _band(axes: Axes, tokens: np.ndarray, losses: np.ndarray, color: str, style: str, label: str) -> None:
+    label = _labelled(label, bool(np.isnan(losses).any()))
     axes.plot(tokens, losses.mean(axis=0), color=color, ls=style, lw=1.3, label=label)
     if len(losses) > 1:
         axes.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.12, lw=0)
@@ -110,10 +124,15 @@ def _draw_differences(report: Report, file: Path) -> None:
         color = "C3" if seen else "0.35"
         if difference.low is not None and difference.high is not None:
             axes.plot([difference.low, difference.high], [row, row], color=color, lw=2.2, solid_capstyle="butt")
-        axes.plot(list(difference.by_seed.values()), [row] * difference.n, "o", mfc="none", color="C0", ms=5, zorder=3)
-        axes.plot(difference.mean, row, "D", color=color, ms=7, zorder=4)
+        points = [value for value in difference.by_seed.values() if math.isfinite(value)]
+        axes.plot(points, [row] * len(points), "o", mfc="none", color="C0", ms=5, zorder=3)
+        if math.isfinite(difference.mean):
+            axes.plot(difference.mean, row, "D", color=color, ms=7, zorder=4)
     axes.axvline(0, color="black", lw=0.8)
-    axes.set_yticks(range(len(shown)), [f"{v.name} minus {v.reference}" for v, _ in shown])
+    axes.set_yticks(
+        range(len(shown)),
+        [_labelled(f"{v.name} minus {v.reference}", not math.isfinite(d.mean)) for v, d in shown],
+    )
     axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.25)
     axes.set(

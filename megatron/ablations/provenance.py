@@ -1,6 +1,6 @@
 """When, where and from what the runs of an ablation were made, as a sentence for the report.
 
-    provenance(ablation)     # "Runs of 2026-11-29 (UTC), 1 process(es) a node, on 1 host(s), from commit 0123abc; ..."
+    provenance(runs)         # "Runs of 2026-11-29 (UTC), 1 process(es) a node, on 1 host(s), from commit 0123abc; ..."
 
 What always holds: everything is read from the run folders' snapshots and attempts; what they do not say is left out.
 """
@@ -8,10 +8,10 @@ What always holds: everything is read from the run folders' snapshots and attemp
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.ablations.description import Ablation
-from megatron.ablations.state import state_of
+from megatron.ablations.description import PlannedRun
 from megatron.run_control.attempts import read_attempts
 from megatron.run_control.run_folder import RunFolder
 
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -37,9 +37,9 @@ def _day(seconds: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
 
-def provenance(ablation: Ablation) -> str | None:
-    """A sentence about the finished runs; None without one."""
-    runs = [RunFolder(run.folder) for run in ablation.runs if state_of(run) == "finished"]
+def provenance(measured: Sequence[PlannedRun]) -> str | None:
+    """A sentence about the runs that a report counts; None without one."""
+    runs = [RunFolder(run.folder) for run in measured if RunFolder(run.folder).launch.exists()]
     if not runs:
         return None
     attempts = [attempt for run in runs for attempt in read_attempts(run)]

@@ -3,21 +3,23 @@
     report = Report(ablation, {"ordinary-seed-1": measured, ...}, states)
     write_report(report, folder, note, command)      # report.md, results.csv, differences.csv
 
-What always holds: every run that is missing or unfinished is named and counts in no number; a value that no run logged
-is shown as "-" and left empty in CSV; files are written beside and renamed into place.
+What always holds: every run that is missing, unfinished or unreadable is named and counts in no number; a value that no
+run logged is shown as "-" and left empty in CSV; one that is NaN or infinite makes its mean "not finite" (nan in CSV);
+files are written beside and renamed into place.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megatron.ablations.description import Ablation, Variant
-from megatron.ablations.paired import CONFIDENCE, Difference, paired_difference, spread
+from megatron.ablations.paired import CONFIDENCE, NOT_FINITE, Difference, paired_difference, spread
 from megatron.ablations.provenance import provenance
 from megatron.run_control.run_folder import write_whole
 
@@ -50,7 +52,8 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """An ablation, what its finished runs logged (by run name), and the state of all of them."""
+    """An ablation, what its finished runs logged (by run name), and the state of all of them; an unreadable run's state
+    says why it is."""
 
     ablation: Ablation
     measured: Mapping[str, Measured]
@@ -89,6 +92,8 @@ def _mean(report: Report, variant: Variant, column: str, style: str, scale: floa
     found = spread([value * scale for value in report.values(variant, column).values()])
     if found is None:
         return "-"
+    if not math.isfinite(found.mean):
+        return NOT_FINITE
     return f"{found.mean:{style}}" + ("" if found.deviation is None else f" ± {found.deviation:{style}}")
 
 
@@ -134,13 +139,16 @@ def differences_table(report: Report) -> str:
             continue
         interval = "-" if found.low is None else f"{found.low:+.4f} to {found.high:+.4f}"
         seeds = ", ".join(f"{value:+.4f}" for value in found.by_seed.values())
-        verdict = f"**{found.verdict}**" if found.verdict in _SEEN else found.verdict
-        rows.append([variant.name, variant.reference, str(found.n), f"{found.mean:+.4f}", interval, seeds, verdict])
+        verdict = f"**{found.verdict}**" if found.verdict in (*_SEEN, NOT_FINITE) else found.verdict
+        mean = f"{found.mean:+.4f}" if math.isfinite(found.mean) else "-"
+        rows.append([variant.name, variant.reference, str(found.n), mean, interval, seeds, verdict])
     headings = ["variant", "minus", "pairs", "mean", f"{CONFIDENCE:.0%} interval", "each seed", "validation loss is"]
     return _markdown(headings, rows, words=("minus", "validation loss is"))
 
 
 def _tokens_sentence(report: Report) -> str:
+    if not report.measured:
+        return "**No run has finished: there is nothing to compare yet.**"
     tokens = {run.tokens for variant in report.ablation.variants for run in report.runs_of(variant).values()}
     if len(tokens) == 1:
         return f"Every run trained on the same number of tokens, {tokens.pop():,}."
@@ -152,7 +160,13 @@ def conclusion(report: Report) -> str:
     found = {v.name: report.difference(v) for v in report.ablation.variants if v.reference is not None}
     seen = [f"{name} ({d.verdict} by {abs(d.mean):.4f})" for name, d in found.items() if d and d.verdict in _SEEN]
     unseen = [name for name, d in found.items() if d and d.verdict == "no difference seen"]
+    infinite = [name for name, d in found.items() if d and d.verdict == NOT_FINITE]
     parts = []
+    if infinite:
+        parts.append(
+            f"**Not finite: {', '.join(infinite)}**: a validation loss of the variant or of its reference is NaN or "
+            "infinite, so that nothing was averaged."
+        )
     if seen:
         parts.append(f"A difference of the validation loss from the reference was seen for {', '.join(seen)}.")
     if unseen:
@@ -172,17 +186,17 @@ def markdown(report: Report, note: str, command: str, plots: bool) -> str:
     parts = [f"# Ablation {ablation.name}"]
     if report.unfinished:
         parts.append(
-            f"**Incomplete: {len(report.unfinished)} of {len(ablation.runs)} runs are missing or unfinished** and "
-            f"count in no number: {', '.join(report.unfinished)}."
+            f"**Incomplete: {len(report.unfinished)} of {len(ablation.runs)} runs are missing, unfinished or "
+            f"unreadable** and count in no number: {', '.join(report.unfinished)}."
         )
     parts += [
         f"{len(ablation.variants)} variants, seeds {', '.join(map(str, ablation.seeds))}. {_tokens_sentence(report)} "
         "What is measured here holds for models of this size, this data and this many tokens: rankings of small models "
         "do not transfer to large ones.",
-        *filter(None, (provenance(ablation), note)),
+        *filter(None, (provenance([run for run in ablation.runs if run.name in report.measured]), note)),
         "\n".join(f"    {line}" for line in command.splitlines()),
         "## Validation loss against the reference",
-        conclusion(report),
+        *filter(None, (conclusion(report),)),
         differences_table(report),
     ]
     if plots:
@@ -227,8 +241,9 @@ def differences_csv(report: Report) -> str:
         for variant in report.ablation.variants:
             found = report.difference(variant, column)
             if found is not None:
-                rows.append([column, variant.name, variant.reference, found.n, found.mean, found.low, found.high])
-    return _csv(["measure", "variant", "reference", "pairs", "mean", "low", "high"], rows)
+                numbers = (found.n, found.mean, found.low, found.high)
+                rows.append([column, variant.name, variant.reference, *numbers, found.verdict])
+    return _csv(["measure", "variant", "reference", "pairs", "mean", "low", "high", "verdict"], rows)
 
 
 def write_report(

@@ -1,11 +1,12 @@
 """What has become of a run of an ablation, and whether its folder is still the one that the YAML means.
 
-    state_of(run)                  # "absent", "interrupted", "finished", "stopped"
+    state_of(run)                  # "absent", "interrupted", "finished", "stopped", "damaged"
     check_folders(ablation)        # LaunchError when a folder holds a run with other flags
-    with_launch_lock(run)          # the lock that a launch of the run holds while it lives
+    launch_lock(run)               # the lock that a launch of the run holds while it lives
 
 What always holds: reading changes nothing. "finished" means that the trainer ended with status 0; an attempt that is
-still at work counts as interrupted here, the launch lock tells the two apart.
+still at work counts as interrupted here, the launch lock tells the two apart. "damaged" is a folder whose own files
+cannot be read; damage_of says which.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +24,31 @@ from megatron.run_control.attempts import read_attempts
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import FINISHED
 from megatron.run_control.heartbeat import FOLDER_VARIABLE
-from megatron.run_control.run_folder import RunFolder, script_arguments
+from megatron.run_control.run_folder import RunFolder
+
+
+def damage_of(run: PlannedRun) -> str | None:
+    """Which file of the run's folder cannot be read and why; None where all can, or where there is no run yet."""
+    folder = RunFolder(run.folder)
+    if not folder.launch.exists():
+        return None
+    try:
+        folder.settings()
+        folder.arguments()
+        read_attempts(folder)
+    except (LaunchError, OSError) as error:
+        return str(error)
+    return None
 
 
 def state_of(run: PlannedRun) -> str:
-    """absent: never launched; interrupted: can go on; finished; stopped: the last launch decided not to go on."""
+    """absent: never launched; interrupted: can go on; finished; stopped: the last launch decided not to go on; damaged:
+    its files cannot be read."""
     folder = RunFolder(run.folder)
     if not folder.launch.exists():
         return "absent"
+    if damage_of(run) is not None:
+        return "damaged"
     attempts = read_attempts(folder)
     if not attempts or attempts[-1].ended is None or attempts[-1].again:
         return "interrupted"
@@ -44,48 +61,25 @@ def why_stopped(run: PlannedRun) -> str:
     return (attempts[-1].reason if attempts else None) or "it was never started"
 
 
-def check_folders(ablation: Ablation) -> None:
-    """Raise LaunchError for the first run folder whose flags, script, processes or variables are not the YAML's."""
+def check_folders(ablation: Ablation, but_damaged: bool = False) -> None:
+    """Raise LaunchError for the first run folder whose flags, script, processes or variables are not the YAML's, or
+    whose files are damaged, unless `but_damaged`."""
     for run in ablation.runs:
         folder = RunFolder(run.folder)
         if not folder.launch.exists():
             continue
-        difference = _difference(folder, run)
-        if difference:
+        damage = damage_of(run)
+        if damage is not None:
+            if but_damaged:
+                continue
+            raise LaunchError(f"{damage}. Mend that, or remove {run.folder} to run it again")
+        difference = folder.difference(run.recipe)
+        if difference is not None:
+            there, now = difference
             raise LaunchError(
-                f"{ablation.file} has changed: {run.folder} was launched with {difference}. Change it back, name "
-                f"another folder in the YAML, or remove {run.folder}"
+                f"{ablation.file} has changed: {run.folder} was launched with {there}; it says {now} now. Change it "
+                f"back, name another folder in the YAML, or remove {run.folder}"
             )
-
-
-def _difference(folder: RunFolder, run: PlannedRun) -> str | None:
-    settings, recipe = folder.settings(), run.recipe
-    there, wanted = _by_flag(folder.arguments()), _by_flag(script_arguments(recipe, folder.path.resolve()))
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            return f"{_shown(name, there)}; it says {_shown(name, wanted)} now"
-    known = {"script": recipe.script, "processes": recipe.processes, "environment": dict(recipe.environment)}
-    for key, value in known.items():
-        if settings[key] != value:
-            return f"{key} {settings[key]}; it says {value} now"
-    return None
-
-
-def _by_flag(arguments: list[str]) -> dict[str, list[str]]:
-    """{"--lr": ["1e-3"], ...}"""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument
-            found[name] = []
-        else:
-            found.setdefault(name, []).append(argument)
-    return found
-
-
-def _shown(name: str, flags: dict[str, list[str]]) -> str:
-    return f"no {name}" if name not in flags else shlex.join([name, *flags[name]])
 
 
 def other_folders(ablation: Ablation) -> list[str]:
@@ -112,8 +106,17 @@ def take_lock(file: Path) -> int | None:
 
 
 def launch_lock(run: PlannedRun) -> int | None:
-    """The lock of a run's launches; None while one of them (or its trainers' torchrun) lives."""
-    return take_lock(run.folder.parent / "locks" / run.name)
+    """The lock of a run's launches; None while one of them (or its trainers' torchrun) lives, also one that somebody
+    started without tools/ablate.py (rerun.sh of the folder, for example)."""
+    ours = take_lock(run.folder.parent / "locks" / run.name)
+    if ours is None or not run.folder.is_dir():
+        return ours
+    theirs = take_lock(RunFolder(run.folder).lock)
+    if theirs is None:
+        os.close(ours)
+        return None
+    os.close(theirs)
+    return ours
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@
     settings RUN     prints the recipe's environment as shell exports
     line FILE N      prints the words of the Nth launch of a sweep, one a line
 
-Variables: SCRIPT_WANTED (prepare refuses a recipe for another script), SUBMIT_LINE, RERUN_COMMAND (kept in the run
-folder), MAX_RESTARTS_WITHOUT_PROGRESS, RESET_GUARD, CANCELLED.
+Variables: SCRIPT_WANTED (prepare refuses a recipe for another script), JOB_RECORD and SUBMIT_LINE (what SLURM says of
+the job, for rerun.sh: resubmission.py), MAX_RESTARTS_WITHOUT_PROGRESS, RESET_GUARD, CANCELLED.
 
 What always holds: prepare prints the run folder and nothing else on its standard output; bad input is one line on
 standard error and status 2.
@@ -24,9 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.run_control.attempts import DEFAULT_LIMIT, begin_attempt, end_attempt
-from megatron.run_control.errors import LaunchError
+from megatron.run_control.environment import shell_exports
+from megatron.run_control.errors import GuardError, LaunchError
 from megatron.run_control.known_flags import check_flags, known_flags
 from megatron.run_control.recipes import FlagValue, Recipe, load_recipe, parse_overrides
+from megatron.run_control.resubmission import resubmission
 from megatron.run_control.run_folder import RunFolder
 from megatron.run_control.snapshot import take_snapshot
 
@@ -52,11 +54,11 @@ def parse_launch_line(arguments: Sequence[str]) -> LaunchLine:
     """Read RECIPE [launcher flags] [flags of the script]."""
     if not arguments or arguments[0].startswith("--"):
         raise LaunchError("name a recipe first, for example scripts/recipes/tiny-gpt.yaml")
-    flags = parse_overrides(arguments[1:])
+    flags = parse_overrides(arguments[1:], gathered=("without",))
     run_dir, processes, without = (flags.pop(name, None) for name in LAUNCHER_FLAGS)
     for name, value in (("run-dir", run_dir), ("processes", processes)):
-        if isinstance(value, bool | list):
-            raise LaunchError(f"--{name} needs one value")
+        if isinstance(value, bool | list) or (value is not None and not str(value).strip()):
+            raise LaunchError(f"--{name} needs one value; {value!r} was given")
     if without is True:
         raise LaunchError("--without needs the names of flags")
     return LaunchLine(
@@ -82,6 +84,7 @@ def resolve(line: LaunchLine) -> Recipe:
 def prepare(arguments: Sequence[str]) -> int:
     """Resolve the recipe, make the run folder and print its path; a requeued job finds its own again."""
     line = parse_launch_line(arguments)
+    _limit()
     file, run_dir = line.recipe, line.run_dir
     if run_dir is None:
         name = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
@@ -97,16 +100,20 @@ def prepare(arguments: Sequence[str]) -> int:
     if not (REPOSITORY / recipe.script).is_file():
         raise LaunchError(f"{file}: script {recipe.script} is not in {REPOSITORY}")
     if run.create(recipe, REPOSITORY):
-        submit = shlex.split(os.environ.get("SUBMIT_LINE", ""))
-        take_snapshot(run, REPOSITORY, submit, shlex.split(os.environ.get("RERUN_COMMAND", "scripts/launch.sh")))
+        command, record = ["scripts/launch.sh"], os.environ.get("JOB_RECORD")
+        submitted = os.environ.get("SUBMIT_LINE", "").strip()
+        if record:
+            batch = REPOSITORY / "scripts" / "slurm" / f"{Path(recipe.script).stem}.sbatch"
+            name = batch.name if batch.is_file() else "pretrain_gpt.sbatch"
+            command = [*resubmission(record, submitted), f"scripts/slurm/{name}"]
+        take_snapshot(run, REPOSITORY, submitted or shlex.join([*command, *arguments]), command)
     print(run.path)
     return 0
 
 
 def settings(run: RunFolder) -> int:
     """Print the recipe's environment for a shell to evaluate."""
-    for name, value in run.settings()["environment"].items():
-        print(f"export {name}={shlex.quote(value)}")
+    print(shell_exports(run.settings()["environment"]), end="")
     return 0
 
 
@@ -137,14 +144,17 @@ def _limit() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command."""
-    command, arguments = (argv[0], argv[1:]) if argv else ("--help", argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    command, arguments = (argv[0], argv[1:]) if argv else ("", argv)
     try:
         if command == "prepare":
             return prepare(arguments)
         if command == "begin" and len(arguments) == 1:
             try:
                 print(begin_attempt(RunFolder(Path(arguments[0])), _limit(), os.environ.get("RESET_GUARD") == "1"))
-            except LaunchError as error:
+            except GuardError as error:
                 print(error, file=sys.stderr)
                 return STOPPED_BY_GUARD
             return 0
@@ -158,8 +168,8 @@ def main(argv: Sequence[str]) -> int:
     except (LaunchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(__doc__, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-    return 0 if command in ("-h", "--help") else 2
+    print(__doc__, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every start of a run, how it ended, and whether it is started again: the guard.
 
-    number = begin_attempt(run, limit=3)               # LaunchError when the guard refuses another start
+    number = begin_attempt(run, limit=3)               # GuardError when the guard refuses another start
     decision = end_attempt(run, status, limit=3)       # decision.again, decision.reason
 
 The guard counts the attempts in a row that ended at the step at which they began. When `limit` of them have, the run is
@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.run_control.errors import LaunchError
+from megatron.run_control.errors import GuardError, LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, FINAL, FINISHED, describe
 from megatron.run_control.run_folder import RunFolder, read_json, write_whole
 
@@ -44,6 +44,18 @@ class Attempt:
     again: bool | None = None  # whether it was decided to start again
 
 
+_KINDS = {
+    "number": int,
+    "started": int | float,
+    "step_at_start": int,
+    "host": str,
+    "ended": int | float | None,
+    "step_at_end": int | None,
+    "status": int | None,
+    "reason": str | None,
+}
+
+
 @dataclass(frozen=True)
 class Decision:
     """Whether the run is started again, and why, as a sentence for its log."""
@@ -54,8 +66,19 @@ class Decision:
 
 
 def read_attempts(run: RunFolder) -> list[Attempt]:
-    """All attempts, oldest first."""
-    return [Attempt(**entry) for entry in read_json(run.attempts, [])]
+    """All attempts, oldest first. Raises LaunchError where the file is damaged."""
+    entries = read_json(run.attempts, [])
+    try:
+        if not isinstance(entries, list):
+            raise TypeError
+        attempts = [Attempt(**entry) for entry in entries]
+    except TypeError:
+        raise LaunchError(f"{run.attempts} is damaged: it is no list of attempts") from None
+    for attempt in attempts:
+        for name, kinds in _KINDS.items():
+            if not isinstance(getattr(attempt, name), kinds):
+                raise LaunchError(f"{run.attempts} is damaged: {name} is {getattr(attempt, name)!r}")
+    return attempts
 
 
 def _write(run: RunFolder, attempts: list[Attempt]) -> None:
@@ -85,7 +108,7 @@ def _refusal(run: RunFolder, attempts: list[Attempt], limit: int) -> str | None:
 
 
 def begin_attempt(run: RunFolder, limit: int = DEFAULT_LIMIT, reset: bool = False) -> int:
-    """Record a start; returns its number, from 1. Raises LaunchError when the guard stops the run."""
+    """Record a start; returns its number, from 1. Raises GuardError when the guard stops the run."""
     attempts = read_attempts(run)
     if attempts and attempts[-1].ended is None:
         last = attempts[-1]
@@ -94,7 +117,7 @@ def begin_attempt(run: RunFolder, limit: int = DEFAULT_LIMIT, reset: bool = Fals
     refusal = _refusal(run, attempts, limit)
     if refusal is not None:
         if not reset:
-            raise LaunchError(f"not started: {refusal}")
+            raise GuardError(f"not started: {refusal}")
         for attempt in attempts:
             attempt.step_at_start = -1  # seen and pardoned
     number = len(attempts) + 1

@@ -3,8 +3,9 @@
     check_flags({"num-layer": 2}, known_flags())     # LaunchError: ... nearest: num-layers
 
 Building upstream's parser imports torch and takes seconds, so the table is kept in a cache file
-($XDG_CACHE_HOME or ~/.cache, folder megatron-wide-residual). Its name holds a hash of megatron-core's version and of
-every source file that adds flags: another version or an edited file builds it afresh.
+($XDG_CACHE_HOME or ~/.cache, folder megatron-wide-residual). Its name holds a hash of megatron-core's version and file
+list, and of every source file here that a flag, its choices or its default can come from: another version or an edited
+file builds it afresh.
 
 What always holds: importing this module is light; the table comes from the very parser that the scripts use.
 """
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import distribution
 from pathlib import Path
 
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.recipes import FlagValue
 
-_TRAINING = Path(__file__).resolve().parents[1] / "training"
+_OVERLAY = Path(__file__).resolve().parents[1]
+_WITHOUT_FLAGS = ("ablations", "run_control")  # what reads flags
 _ROOT = Path(__file__).resolve().parents[2]
 
 # {"num-layers": "value", "swiglu": "bare", "exit-on-x": "optional"}: what stands behind a flag.
@@ -41,16 +43,26 @@ for extension in ARGUMENT_EXTENSIONS:
     parser = extension.add(parser)
 table = {}
 for action in parser._actions:
+    if isinstance(action, argparse._HelpAction):
+        continue  # --help is the launcher's own
     kind = "bare" if action.nargs == 0 else "optional" if action.nargs in ("?", "*") else "value"
     table.update({name[2:]: kind for name in action.option_strings if name.startswith("--")})
 json.dump(table, open(sys.argv[1], "w"))
 """
 
 
+def flag_sources() -> list[Path]:
+    """The files of the overlay that flags can come from, and this one."""
+    parts = [path for path in _OVERLAY.iterdir() if path.name not in _WITHOUT_FLAGS]
+    return sorted([*(file for part in parts for file in part.rglob("*.py")), Path(__file__)])
+
+
 def _cache_file() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-wide-residual"
-    key = hashlib.sha256(f"{version('megatron-core')} {sys.version}".encode())
-    for source in sorted([*_TRAINING.glob("*.py"), Path(__file__)]):
+    core = distribution("megatron-core")
+    key = hashlib.sha256(f"{core.version} {core.read_text('RECORD')} {sys.version}".encode())
+    for source in flag_sources():
+        key.update(f"{source.relative_to(_OVERLAY)}\n".encode())
         key.update(source.read_bytes())
     return folder / f"flags-{key.hexdigest()[:16]}.json"
 

@@ -95,9 +95,12 @@ def torchrun_arguments(run: RunFolder) -> list[str]:
 
 def _seconds(name: str, default: float) -> float:
     try:
-        return float(os.environ.get(name) or default)
+        seconds = float(os.environ.get(name) or default)
     except ValueError:
-        raise LaunchError(f"{name} is {os.environ[name]!r}, a number of seconds is wanted") from None
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise LaunchError(f"{name} is {os.environ[name]!r}, a number of seconds is wanted, or 0 for no limit")
+    return seconds
 
 
 def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:

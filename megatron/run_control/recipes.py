@@ -15,12 +15,13 @@ A recipe is a mapping with these keys, all but `script` optional (and `script` m
       swiglu: true              a bare flag          --swiglu
       bf16: false               nothing (and takes a flag of the base away)
       data-path: [0.3, a, b]    several values       --data-path 0.3 a b
+    resolved: true              values are taken as they stand (recipe.yaml of a run folder has this)
 
-`${NAME}` and `${NAME:-default}` in values are environment variables. A flag of the command line takes the place of the
-recipe's flag of that name and comes last.
+`${NAME}` and `${NAME:-default}` in values are environment variables, except in a resolved recipe. A flag of the command
+line takes the place of the recipe's flag of that name and comes last.
 
-What always holds: a key that is not in this table, a variable that is not set and a base that leads back to itself are
-errors; two readings of one recipe give the same arguments in the same order.
+What always holds: a key that is not in this table or stands there twice, a variable that is not set and a base that
+leads back to itself are errors; two readings of one recipe give the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from pathlib import Path
 
 import yaml
 
+from megatron.run_control.environment import check_environment
 from megatron.run_control.errors import LaunchError
+from megatron.run_control.strict_yaml import read_mapping
 
 type Scalar = str | int | float
 type FlagValue = bool | Scalar | list[Scalar]
 
-_KEYS = ("base", "script", "processes", "environment", "flags")
+_KEYS = ("base", "script", "processes", "environment", "flags", "resolved")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
@@ -63,6 +66,7 @@ class Recipe:
     def as_yaml(self) -> str:
         """The recipe as a file that `load_recipe` reads back to an equal one."""
         content = {
+            "resolved": True,  # a ${NAME} in here is what the launch was to hand on
             "script": self.script,
             "processes": self.processes,
             "environment": dict(self.environment),
@@ -74,64 +78,65 @@ class Recipe:
 def load_recipe(file: Path, variables: Mapping[str, str] | None = None) -> Recipe:
     """Read a recipe and its bases. `variables` stands for the environment in `${NAME}`."""
     merged = _merged(file, ())
-    variables = os.environ if variables is None else variables
     if not merged["script"]:
         raise LaunchError(f"{file}: no script. Write script: pretrain_gpt.py (or pretrain_mamba.py)")
     processes = merged["processes"]
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")
+    environment = {name: expanded(value, f"{file}: {name}", variables) for name, value in merged["environment"].items()}
+    flags = {name: flag_value(value, f"{file}: {name}", variables) for name, value in merged["flags"].items()}
     return Recipe(
         script=str(merged["script"]),
         processes=processes,
-        environment={
-            name: str(_expanded(value, variables, f"{file}: {name}")) for name, value in merged["environment"].items()
-        },
-        flags={
-            name: _flag_value(value, variables, f"{file}: {name}")
-            for name, value in merged["flags"].items()
-            if value is not False
-        },
+        environment=check_environment(environment, f"{file}: environment"),
+        flags={name: value for name, value in flags.items() if value is not False},
     )
+
+
+@dataclass(frozen=True)
+class _Literal:
+    """A value of a resolved recipe."""
+
+    value: object
 
 
 def _merged(file: Path, above: tuple[Path, ...]) -> dict:
     """The recipe's mapping laid over its base's."""
-    if file.resolve() in above:
-        raise LaunchError(f"{file}: its bases lead back to itself: {' -> '.join(str(path) for path in above)}")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        there = ", ".join(sorted(path.name for path in file.parent.glob("*.yaml"))) or "no recipe"
-        raise LaunchError(f"{file}: no such recipe; {file.parent} has {there}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LaunchError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise LaunchError(f"{file}: a mapping with {', '.join(_KEYS)} is wanted, {type(content).__name__} was found")
-    for key in content:
-        if key not in _KEYS:
-            raise LaunchError(f"{file}: {key!r} is none of {', '.join(_KEYS)}; flags of the script go below flags:")
+    here = file.resolve()
+    if here in above:
+        cycle = [*above[above.index(here) :], here]
+        raise LaunchError(f"{file}: its bases lead back to itself: {' -> '.join(map(str, cycle))}")
+    there = ", ".join(sorted(path.name for path in file.parent.glob("*.yaml"))) or "no recipe"
+    content = read_mapping(file, _KEYS, f"no such recipe; {file.parent} has {there}")
+    resolved = content.get("resolved", False)
+    if not isinstance(resolved, bool):
+        raise LaunchError(f"{file}: resolved is {resolved!r}, true or false is wanted")
     result: dict = {"script": None, "processes": 1, "environment": {}, "flags": {}}
     if content.get("base") is not None:
-        result = _merged(file.parent / str(content["base"]), (*above, file.resolve()))
+        result = _merged(file.parent / str(content["base"]), (*above, here))
     for key in ("script", "processes"):
         result[key] = content.get(key, result[key])
     for key in ("environment", "flags"):
         table = content.get(key) or {}
         if not isinstance(table, dict):
             raise LaunchError(f"{file}: {key} is a {type(table).__name__}, a mapping is wanted")
-        result[key] = result[key] | {str(name): value for name, value in table.items()}
+        own = {str(name): _Literal(value) if resolved else value for name, value in table.items()}
+        result[key] = result[key] | own
     return result
 
 
-def _expanded(value: object, variables: Mapping[str, str], where: str) -> object:
-    """The value with its `${NAME}` replaced, where it is text."""
+def expanded(value: object, where: str, variables: Mapping[str, str] | None = None) -> object:
+    """The value with its `${NAME}` replaced, where it is text; `variables` in place of the environment."""
+    if isinstance(value, _Literal):
+        return value.value
     if not isinstance(value, str):
         return value
+    known = os.environ if variables is None else variables
 
     def found(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if variables.get(name):
-            return variables[name]
+        if known.get(name):
+            return known[name]
         if default is None:
             raise LaunchError(f"{where} needs the environment variable {name}, which is not set")
         return default
@@ -139,20 +144,24 @@ def _expanded(value: object, variables: Mapping[str, str], where: str) -> object
     return _VARIABLE.sub(found, value)
 
 
-def _flag_value(value: object, variables: Mapping[str, str], where: str) -> FlagValue:
+def flag_value(value: object, where: str, variables: Mapping[str, str] | None = None) -> FlagValue:
     """A value of `flags`, checked and expanded."""
+    literal = isinstance(value, _Literal)
+    value = value.value if isinstance(value, _Literal) else value
     values = value if isinstance(value, list) else [value]
     if not values or any(not isinstance(item, str | int | float) for item in values):
         raise LaunchError(f"{where} is {value!r}: a value, a list of values, true or false is wanted")
-    if isinstance(value, list):
-        if any(isinstance(item, bool) for item in values):
-            raise LaunchError(f"{where} is {value!r}: true and false mean nothing in a list")
-        return [_expanded(item, variables, where) for item in values]  # type: ignore[misc]
-    return _expanded(value, variables, where)  # type: ignore[return-value]
+    if isinstance(value, list) and any(isinstance(item, bool) for item in values):
+        raise LaunchError(f"{where} is {value!r}: true and false mean nothing in a list")
+    if literal:
+        return value  # type: ignore[return-value]
+    done = [expanded(item, where, variables) for item in values]
+    return done if isinstance(value, list) else done[0]  # type: ignore[return-value]
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, FlagValue]:
-    """Read `--name`, `--name value ...` and `--name=value` of a command line into flags; a name twice: the last."""
+def parse_overrides(arguments: Sequence[str], gathered: Sequence[str] = ()) -> dict[str, FlagValue]:
+    """Read `--name`, `--name value ...` and `--name=value` of a command line into flags; a name twice: the last, as the
+    training scripts have it, but for the names in `gathered`, whose values add up."""
     flags: dict[str, FlagValue] = {}
     at = 0
     while at < len(arguments):
@@ -164,7 +173,10 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, FlagValue]:
         while not equals and at < len(arguments) and not arguments[at].startswith("--"):
             values.append(arguments[at])
             at += 1
-        flags.pop(name, None)
+        before = flags.pop(name, None)
+        if name in gathered and before is not None:
+            earlier = before if isinstance(before, list) else [before]
+            values = [] if before is True or not values else [*earlier, *values]  # none: an error of the caller's
         flags[name] = True if not values else values[0] if len(values) == 1 else values
     return flags
 

@@ -7,6 +7,7 @@
     recipe.yaml      the resolved recipe, flags of the command line included
     flags.txt        the arguments of the script, one a line
     launch.json      script, processes per node, environment, repository, time
+    launch.lock      locked while a launch of the run lives (scripts/slurm/lib.sh); says whose it is
     snapshot/        commit, uncommitted diff, packages, variables, submit line (snapshot.py)
     rerun.sh         the same run again
     attempts.json    every start and how it ended (attempts.py)
@@ -16,23 +17,46 @@
     stacks/          where every rank stood when the watchdog stopped it
     checkpoints/, tensorboard/, wandb/
 
-What always holds: a file is written beside and renamed into place; the flags of a run never change.
+What always holds: a file is written beside and renamed into place; flags, script, processes and variables of a run
+never change: a launch that wants others is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.run_control.environment import check_text
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.recipes import Recipe, flag_arguments
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_OWN_PLACE = "every run writes to a place of its own"
+# Flags that several runs cannot have in common, and why.
+OWNED_FLAGS = {
+    "save": "every run saves into its own folder; with one for all, seeds would go on from each other's checkpoint",
+    "load": "every run goes on from its own checkpoint; weights to begin with are pretrained-checkpoint",
+    "tensorboard-dir": "every run logs into its own folder",
+    "wandb-run-id": "every run is a wandb run of its own",
+    "wandb-exp-name": "every run is named after its folder",
+    "wandb-save-dir": "every run keeps wandb's files in its own folder",
+    "exit-signal": "the launcher asks runs to save by SIGUSR2",
+    **dict.fromkeys(
+        (
+            *("non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-dir", "ckpt-convert-save"),
+            *("config-logger-dir", "memory-snapshot-path", "flight-recorder-dump-path", "moe-routing-trace-path"),
+            *("logits-save-dir", "rl-profile-dir", "result-rejected-tracker-filename"),
+        ),
+        _OWN_PLACE,
+    ),
+}
 
 
 def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
@@ -45,11 +69,13 @@ def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
 
 
 def read_json(file: Path, default: Any) -> Any:
-    """The content of a JSON file; `default` where there is none."""
+    """The content of a JSON file; `default` where there is none. Raises LaunchError for one that is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return default
+    except ValueError as error:
+        raise LaunchError(f"{file} is damaged, it is no JSON ({error})") from None
 
 
 class RunFolder:
@@ -60,6 +86,7 @@ class RunFolder:
         self.recipe = path / "recipe.yaml"
         self.flags = path / "flags.txt"
         self.launch = path / "launch.json"
+        self.lock = path / "launch.lock"
         self.snapshot = path / "snapshot"
         self.rerun = path / "rerun.sh"
         self.attempts = path / "attempts.json"
@@ -71,46 +98,81 @@ class RunFolder:
     def create(self, recipe: Recipe, repository: Path) -> bool:
         """Write recipe, flags and launch settings. Returns False when the same run is there already; raises LaunchError
         when the folder holds another one."""
+        check_text(str(self.path), "the run folder's name")
         arguments = script_arguments(recipe, self.path)
         for argument in arguments:
+            check_text(argument, "a flag's value")
             if "\n" in argument:
                 raise LaunchError(f"a flag's value holds a line break: {argument!r}")
-        if self.launch.exists():
-            there = self.arguments()
-            if there != arguments or self.settings()["script"] != recipe.script:
-                raise LaunchError(
-                    f"{self.path} holds a run with other flags ({_first_difference(there, arguments)}). Continue it "
-                    f"with {self.rerun}, or choose another --run-dir"
-                )
-            return False
-        write_whole(self.recipe, recipe.as_yaml())
-        write_whole(self.flags, "".join(f"{argument}\n" for argument in arguments))
-        settings = {
-            "script": recipe.script,
-            "processes": recipe.processes,
-            "environment": dict(recipe.environment),
-            "repository": str(repository),
-            "created": time.time(),
-        }
-        write_whole(self.launch, json.dumps(settings, indent=2) + "\n")
+        with self._creating():
+            if self.launch.exists():
+                self._check_same(recipe)
+                return False
+            write_whole(self.recipe, recipe.as_yaml())
+            write_whole(self.flags, "".join(f"{argument}\n" for argument in arguments))
+            settings = {**_settings_of(recipe), "repository": str(repository), "created": time.time()}
+            write_whole(self.launch, json.dumps(settings, indent=2) + "\n")
         return True
 
+    @contextlib.contextmanager
+    def _creating(self) -> Iterator[None]:
+        """One at a time: of two first launches the second finds the first one's run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".creating.lock").open("a") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: as good as it gets
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _check_same(self, recipe: Recipe) -> None:
+        difference = self.difference(recipe)
+        if difference is None:
+            return
+        there, wanted = difference
+        raise LaunchError(
+            f"{self.path} holds a run that was launched with {there}; {wanted} is wanted now. Continue it as it is "
+            f"with {self.rerun}, or choose another --run-dir"
+        )
+
+    def difference(self, recipe: Recipe) -> tuple[str, str] | None:
+        """What the run has and a recipe has not, and the other way round; None where they are one run. The order of
+        flags does not count."""
+        there, wanted = _by_flag(self.arguments()), _by_flag(script_arguments(recipe, self.path.resolve()))
+        for name in sorted(there.keys() | wanted.keys()):
+            if there.get(name) != wanted.get(name):
+                return _shown(name, there), _shown(name, wanted)
+        settings, now = self.settings(), _settings_of(recipe)
+        for key in ("script", "processes"):
+            if settings.get(key) != now[key]:
+                return f"{key} {settings.get(key)}", f"{key} {now[key]}"
+        old, new = settings.get("environment", {}), now["environment"]
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                return _assigned(name, old), _assigned(name, new)
+        return None
+
     def settings(self) -> dict[str, Any]:
-        """launch.json. Raises LaunchError where the folder is not a run's."""
+        """launch.json. Raises LaunchError where the folder is not a run's, or the file is damaged."""
         settings = read_json(self.launch, None)
         if settings is None:
             raise LaunchError(f"{self.path} is not a run folder: it has no {self.launch.name}")
+        if not isinstance(settings, dict) or not {"script", "processes", "environment"} <= settings.keys():
+            raise LaunchError(f"{self.launch} is damaged: it has no script, processes and environment")
         return settings
 
     def arguments(self) -> list[str]:
-        """The arguments of the script."""
-        return self.flags.read_text(encoding="utf-8").splitlines()
+        """The arguments of the script. Raises LaunchError where they cannot be read."""
+        try:
+            # Not splitlines: a value may hold a carriage return or one of Unicode's line separators.
+            return self.flags.read_bytes().decode("utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            raise LaunchError(f"{self.path} is damaged: it has no {self.flags.name}") from None
+        except UnicodeDecodeError as error:
+            raise LaunchError(f"{self.flags} is damaged, it is no UTF-8 ({error})") from None
 
     def value_of(self, flag: str) -> str | None:
         """The value that follows a flag, None where it is not given."""
-        arguments = self.arguments()
-        at = [number for number, argument in enumerate(arguments) if argument == f"--{flag}"]
-        return arguments[at[-1] + 1] if at else None
+        values = _by_flag(self.arguments()).get(f"--{flag}")
+        return values[0] if values else None
 
     def step(self) -> int:
         """The step of the last complete checkpoint in --save; 0 without one."""
@@ -140,8 +202,26 @@ def script_arguments(recipe: Recipe, folder: Path) -> list[str]:
     return flag_arguments({name: value for name, value in ours.items() if name not in flags} | flags)
 
 
-def _first_difference(there: Sequence[str], wanted: Sequence[str]) -> str:
-    for old, new in zip(there, wanted, strict=False):
-        if old != new:
-            return f"{shlex.quote(old)} there, {shlex.quote(new)} wanted"
-    return f"{len(there)} arguments there, {len(wanted)} wanted"
+def _settings_of(recipe: Recipe) -> dict[str, Any]:
+    return {"script": recipe.script, "processes": recipe.processes, "environment": dict(recipe.environment)}
+
+
+def _by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """{"--lr": ["1e-3"], ...}"""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument
+            found[name] = []
+        else:
+            found.setdefault(name, []).append(argument)
+    return found
+
+
+def _shown(name: str, flags: Mapping[str, list[str]]) -> str:
+    return f"no {name}" if name not in flags else shlex.join([name, *flags[name]])
+
+
+def _assigned(name: str, variables: Mapping[str, str]) -> str:
+    return f"no variable {name}" if name not in variables else f"{name}={shlex.quote(variables[name])}"

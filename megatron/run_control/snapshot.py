@@ -1,6 +1,6 @@
 """What a rerun needs to know about the moment of the launch.
 
-    take_snapshot(RunFolder(path), repository, submit_line)
+    take_snapshot(RunFolder(path), repository, submit_line, command)
 
 writes snapshot/commit.txt (commit, branch, changed and untracked files), uncommitted.diff (`git apply` brings it back),
 packages.txt (what `pip freeze` would say), environment.txt, submit.txt.
@@ -51,7 +51,7 @@ def _git(repository: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def take_snapshot(run: RunFolder, repository: Path, submit_line: Sequence[str], command: Sequence[str]) -> None:
+def take_snapshot(run: RunFolder, repository: Path, submit_line: str, command: Sequence[str]) -> None:
     """Write the snapshot and rerun.sh. `submit_line` is what the user typed, `command` what runs it again in a folder
     that stands behind it."""
     commit = _git(repository, "rev-parse", "HEAD")
@@ -65,7 +65,7 @@ def take_snapshot(run: RunFolder, repository: Path, submit_line: Sequence[str], 
     write_whole(run.snapshot / "packages.txt", "\n".join([f"# {sys.version}", *packages, ""]))
     variables = "".join(f"{name}={shlex.quote(value)}\n" for name, value in kept_variables(os.environ).items())
     write_whole(run.snapshot / "environment.txt", variables)
-    write_whole(run.snapshot / "submit.txt", f"cd {shlex.quote(os.getcwd())}\n{shlex.join(submit_line)}\n")
+    write_whole(run.snapshot / "submit.txt", f"cd {shlex.quote(os.getcwd())}\n{submit_line}\n")
     write_whole(run.rerun, _rerun_script(run, repository, command), mode=0o755)
 
 
@@ -78,5 +78,5 @@ cd {shlex.quote(str(repository))}
 was=$(head -n 1 {folder}/snapshot/commit.txt)
 now=$(git rev-parse HEAD 2>/dev/null || true)
 [ "$was" = "$now" ] || printf 'note: the run was launched from commit %s, this is %s\\n' "$was" "$now" >&2
-exec {shlex.join(command)} {folder}/recipe.yaml --run-dir "${{1:-{folder}}}"
+exec {shlex.join(command)} {folder}/recipe.yaml --run-dir "${{1-{folder}}}"
 """

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.run_control.exit_status import FINISHED, SAVED_ON_REQUEST
-from megatron.run_control.wandb_identity import check_run_id, use_stable_run_id
+from megatron.run_control.wandb_identity import WandbPlace, check_id, check_run_id, use_stable_run_id
 
 
 def identify_run(args: argparse.Namespace) -> None:
@@ -41,12 +41,14 @@ def identify_run(args: argparse.Namespace) -> None:
     os.environ.update({name: value for name, value in said.items() if value is not None})
     if args.wandb_run_id is not None:
         os.environ.setdefault("WANDB_RESUME", "allow")
+    named_by = "WANDB_RUN_ID" if args.wandb_run_id is None else "--wandb-run-id"
+    check_id(os.environ.get("WANDB_RUN_ID"), named_by)
     if not args.save:
         return
-    named_by = "WANDB_RUN_ID" if args.wandb_run_id is None else "--wandb-run-id"
-    check_run_id(Path(args.save), os.environ.get("WANDB_RUN_ID"), named_by)
+    place = WandbPlace(args.wandb_project, args.wandb_entity or os.environ.get("WANDB_ENTITY") or None)
+    check_run_id(Path(args.save), os.environ.get("WANDB_RUN_ID"), place, named_by)
     if args.rank == args.world_size - 1:
-        use_stable_run_id(Path(args.save), os.environ)
+        use_stable_run_id(Path(args.save), os.environ, place)
 
 
 def _receive_blocked(number: signal.Signals) -> None:

@@ -11,16 +11,15 @@ What always holds: a flag that has nothing to act on is an error.
 
 from __future__ import annotations
 
-import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+
+from megatron.run_control.wandb_identity import RUN_ID, RUN_ID_WANTED
 
 DEFAULT_STREAMS_INTERVAL = 100
 DEFAULT_WANDB_TIMEOUT = 30.0
 
 # Attributes of the namespace that say something to wandb and nothing without a project.
 _WANDB_ARGUMENTS = ("wandb_run_id", "wandb_group", "wandb_tags", "wandb_job_type", "wandb_upload_checkpoints")
-
-_RUN_ID = re.compile(r"[^/\\#?%:\s]{1,128}")
 
 
 def _interval(text: str) -> int:
@@ -44,8 +43,8 @@ def _seconds(text: str) -> float:
 
 
 def _run_id(text: str) -> str:
-    if not _RUN_ID.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is no run id of wandb: 1 to 128 characters without / \\ # ? % : and spaces")
+    if not RUN_ID.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is no run id of wandb: {RUN_ID_WANTED}")
     return text
 
 

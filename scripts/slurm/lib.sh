@@ -17,7 +17,10 @@
 #   WATCHDOG_SECONDS                a rank that makes no forward step for so long is hung (default 900)
 #   MAX_RESTARTS_WITHOUT_PROGRESS   the guard (default 3)
 #
-# What always holds: a job that can go on is requeued, one that cannot ends with a line that says why; nothing idles.
+#   LOCK_SECONDS                    how long to wait for another launch of the run to end (default 2; in a job 120)
+#
+# What always holds: a job that can go on is requeued, one that cannot ends with a line that says why; nothing idles;
+# a run folder is worked on by one launch at a time.
 
 SAVED_ON_REQUEST=75 # exit_status.py
 START_AGAIN=10      # __main__.py of run_control
@@ -28,6 +31,17 @@ container_step=() container_exec=()
 
 say() { printf '%s launch: %s\n' "$(date '+%F %T')" "$*" >&2; }
 die() { say "error: $*"; exit 2; }
+
+# show_help FILE ARGUMENTS: where one of them asks for help, prints the comment that FILE begins with and ends.
+show_help() {
+    local file=$1 word
+    shift
+    for word in "$@"; do
+        case $word in
+            -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p}' "$file"; exit 0 ;;
+        esac
+    done
+}
 
 # --- containers ---------------------------------------------------------------------------------------------------
 
@@ -73,15 +87,20 @@ master_address() {
 # Outside the range that Linux gives to outgoing connections (32768 and up); a restart takes the next one.
 master_port() { echo $((15000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) % 15000)); }
 
+# This job's name for scontrol: the id of an array's last element is the id of the whole array.
+this_job() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; else echo "$SLURM_JOB_ID"; fi
+}
+
 # State and reason of this job, for example "RUNNING None".
-job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).* Reason=\([^ ]*\).*/\1 \2/p'; }
+job_state() { scontrol --oneliner show job "$(this_job)" | sed -n 's/.* JobState=\([^ ]*\).* Reason=\([^ ]*\).*/\1 \2/p'; }
 
 # --- signals ------------------------------------------------------------------------------------------------------
 
 # The request is repeated while the step lives: the first may come before the step has any process that keeps it.
 ask_step_to_save() {
     local asked=$step
-    (while kill -USR2 "$asked" 2>/dev/null; do sleep 3; done) 8>&- &
+    (while kill -USR2 "$asked" 2>/dev/null; do sleep 3; done) 8>&- 9>&- &
 }
 
 on_save_request() {
@@ -123,9 +142,10 @@ start_step() {
         # srun waits for signals in a thread of its own; while it starts, one would end it.
         (trap '' USR2; exec srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
             ${options[@]+"${options[@]}"} ${container_step[@]+"${container_step[@]}"} \
-            ${container_exec[@]+"${container_exec[@]}"} "${node[@]}") >&8 2>&1 8>&- &
+            ${container_exec[@]+"${container_exec[@]}"} "${node[@]}") >&8 2>&1 8>&- 9>&- &
     else
-        # A session of its own, so that ^C reaches this script alone, which then lets the trainers save.
+        # A session of its own, so that ^C reaches this script alone, which then lets the trainers save. It keeps the
+        # lock (9): should this script be killed, the run is locked until its torchrun has ended too.
         setsid ${container_exec[@]+"${container_exec[@]}"} "${node[@]}" >&8 2>&1 8>&- </dev/null &
     fi
     step=$!
@@ -156,7 +176,7 @@ attempt() {
 
 # Everything that is printed from here on goes to the run's log as well. The writer outlives signals and ends with us.
 open_log() {
-    exec 8> >(trap '' INT TERM USR2 HUP; exec tee -a "$run/log.txt")
+    exec 8> >(trap '' INT TERM USR2 HUP; exec tee -a "$run/log.txt" 9>&-)
     log_writer=$!
     exec 2>&8
     trap close_log EXIT
@@ -168,45 +188,64 @@ close_log() {
     while kill -0 "$log_writer" 2>/dev/null && [ $((tenths += 1)) -lt 50 ]; do sleep 0.1; done
 }
 
+# One launch of a run at a time. The kernel lets go of the lock when its holders have ended, however they end.
+lock_run() {
+    local holder status=0 mine="process $$" wait_s=${LOCK_SECONDS:-2}
+    [ -z "${SLURM_JOB_ID:-}" ] || { mine="job $(this_job)"; wait_s=${LOCK_SECONDS:-120}; }
+    exec 9>>"$run/launch.lock"
+    flock --timeout "$wait_s" --conflict-exit-code 75 9 || status=$?
+    holder=$(head -n 1 "$run/launch.lock")
+    if [ "$status" -eq 75 ]; then
+        # A file server can keep the lock of a node that is dead. SLURM starts a job again only after its last start has
+        # ended, so that a requeued job which finds itself holding it has nobody to wait for.
+        [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [[ $holder = "$mine on "* ]] ||
+            die "$run is at work already, launched by ${holder:-another launch} (fuser $run/launch.lock names its processes):" \
+                "wait for it, end it, or choose another --run-dir"
+        say "the lock of $run is still held by this job's last start; going on"
+    elif [ "$status" -ne 0 ]; then
+        say "note: $run cannot be locked here (flock ended with $status): see to it that no other launch works on it"
+    fi
+    : >"$run/launch.lock"
+    echo "$mine on $(uname -n), since $(date '+%F %T')" >&9
+}
+
 open_run() {
     choose_container
     [ ${#container_step[@]} -gt 0 ] || [ ${#container_exec[@]} -gt 0 ] || [ -x "$python" ] ||
         die "no Python at $python: run ./scripts/setup.sh first, or set PYTHON"
     cd "$repository" || die "no checkout at $repository"
     run=$(control prepare "$@") || exit $?
+    lock_run
     open_log
 }
 
 # --- launchers ----------------------------------------------------------------------------------------------------
 
-# What submits the same job again, in the size that it has now.
-submit_again() {
-    local job
-    job=$(scontrol --oneliner show job "$SLURM_JOB_ID")
-    value_of() { sed -n "s/.* $1=\([^ ]*\).*/\1/p" <<<"$job"; }
-    printf 'sbatch --nodes=%s --partition=%s --time=%s' "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_PARTITION" "$(value_of TimeLimit)"
-    local gpus
-    gpus=$(value_of TresPerNode)
-    [ -z "$gpus" ] || printf ' --gres=%s' "${gpus//gres:/}"
-    [ "${SLURM_CPUS_PER_TASK:-1}" = 1 ] || printf ' --cpus-per-task=%s' "$SLURM_CPUS_PER_TASK"
-    printf ' scripts/slurm/%s.sbatch' "${1%.py}"
+# The command that was typed, where this SLURM keeps it: in the job's record, or in its accounting.
+submit_line() {
+    local line
+    line=$(sed -n 's/^ *SubmitLine=//p' <<<"$JOB_RECORD" | head -n 1)
+    [ -n "$line" ] || line=$(timeout 20 sacct --noheader --parsable2 --allocations --jobs="$(this_job)" \
+        --format=SubmitLine 2>/dev/null | head -n 1) || true
+    printf '%s\n' "$line"
 }
 
 # run_job SCRIPT RECIPE [flags]: this SLURM job; SCRIPT may be empty, then the recipe names it.
 run_job() {
+    show_help "$0" "$@"
     catch_signals
     [ -n "${SLURM_JOB_ID:-}" ] || die "this is not a SLURM job; scripts/launch.sh runs a recipe without SLURM"
     export SCRIPT_WANTED=$1
     shift
-    local name=${SCRIPT_WANTED:-pretrain_gpt.py}
-    RERUN_COMMAND=$(submit_again "$name")
-    SUBMIT_LINE="$RERUN_COMMAND $(printf '%q ' "$@")"
-    export RERUN_COMMAND SUBMIT_LINE
+    JOB_RECORD=$(scontrol show job "$(this_job)")
+    SUBMIT_LINE=$(submit_line)
+    export JOB_RECORD SUBMIT_LINE
     MASTER_ADDR=${MASTER_ADDR:-$(master_address)}
     MASTER_PORT=${MASTER_PORT:-$(master_port)}
     export MASTER_ADDR MASTER_PORT
     open_run "$@"
-    [ -e "$run/snapshot/job.txt" ] || scontrol show job "$SLURM_JOB_ID" >"$run/snapshot/job.txt"
+    [ -e "$run/snapshot/job.txt" ] || printf '%s\n' "$JOB_RECORD" >"$run/snapshot/job.txt"
+    unset JOB_RECORD SUBMIT_LINE
     say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}, meeting at $MASTER_ADDR:$MASTER_PORT"
     attempt
     local state
@@ -215,17 +254,15 @@ run_job() {
         RUNNING* | *TIMEOUT* | *TimeLimit*) ;;
         *) say "not requeued by itself: the job is in state $state"; exit 1 ;;
     esac
-    say "requeueing job $SLURM_JOB_ID"
-    scontrol requeue "$SLURM_JOB_ID" || { say "scontrol requeue was refused; go on by hand with $run/rerun.sh"; exit 1; }
+    say "requeueing job $(this_job)"
+    scontrol requeue "$(this_job)" || { say "scontrol requeue was refused; go on by hand with $run/rerun.sh"; exit 1; }
     exit 0
 }
 
 # run_here RECIPE [flags]: this machine, started again here until it is done or the guard stops it.
 run_here() {
     catch_signals
-    export RERUN_COMMAND=scripts/launch.sh
-    SUBMIT_LINE="scripts/launch.sh $(printf '%q ' "$@")"
-    export SUBMIT_LINE
+    unset JOB_RECORD SUBMIT_LINE
     open_run "$@"
     while :; do
         attempt

@@ -8,7 +8,8 @@ gradients have been reduced, one all-reduce over all ranks brings the sums, the 
 pipeline stage together; the last rank, which logs, prints and writes them.
 
 What always holds: nothing is computed on other steps and in evaluation; nothing of the run is changed. The factors are
-those that the step's forward used.
+those that the step's forward used. A step that upstream's rerun machine computes again is reported once, the first
+time.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class StreamMonitor:
         self._streams = require_wide_residual_config(config, "StreamMonitor").num_streams
         self._branches = local_branches(model_chunks)
         self._grams: dict[str, Tensor] = {}
+        self._reported = 0  # the last step that was
         everywhere: list[Any] = [None] * torch.distributed.get_world_size()
         local = [(branch.key, sorted(branch.controllers())) for branch in self._branches]
         torch.distributed.all_gather_object(everywhere, local)
@@ -77,7 +79,7 @@ class StreamMonitor:
         return int(self._args.curr_iteration) + 1
 
     def _reports(self) -> bool:
-        return self._step % self._interval == 0
+        return self._step % self._interval == 0 and self._step != self._reported
 
     def _watcher(self, branch: StreamBranch) -> Callable[[torch.nn.Module, Tensor], None]:
         def see(module: torch.nn.Module, x_sbw: Tensor) -> None:
@@ -156,6 +158,7 @@ class StreamMonitor:
         if not self._reports():
             return
         report = self.collect(ddp_chunks)
+        self._reported = self._step
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
         print(report.line(), flush=True)
