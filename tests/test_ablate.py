@@ -4,51 +4,44 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from harness_ablations import BASE, ROOT, WIDE, ablation_of
 from harness_corpus import tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.ablations.axes import flags_of
 from megatron.ablations.cost import Cost, _with_time
-from megatron.ablations.description import Ablation, load_ablation
+from megatron.ablations.description import load_ablation
 from megatron.ablations.plan_table import own_flags, remarks, totals
-from megatron.ablations.runner import write_recipe
 from megatron.ablations.slurm_array import submit
-from megatron.ablations.state import check_folders, end_orphans, launch_lock, other_folders, state_of
+from megatron.ablations.state import state_of
 from megatron.run_control.errors import LaunchError
-from megatron.run_control.known_flags import known_flags
-from megatron.run_control.recipes import FlagValue, load_recipe
-from megatron.run_control.run_folder import RunFolder
+from megatron.run_control.known_flags import FlagTable, known_flags
+from megatron.run_control.recipes import FlagValue
+from megatron.run_control.run_folder import OWNED_FLAGS
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted((ROOT / "scripts" / "ablations").glob("*.yaml"))
-BASE = """script: pretrain_gpt.py
-flags: {num-layers: 2, hidden-size: 64, ffn-hidden-size: 192, num-attention-heads: 4, seq-length: 32, lr: 1e-3,
-        min-lr: 1e-4, global-batch-size: 8, train-iters: 10, swiglu: true}
-"""
-WIDE = "base: base.yaml\naxes: [{streams: 1}, {streams: [2, 4], retention: [false, true]}]\nseeds: [1, 2]\n"
 
 
-def _ablation(folder: Path, text: str, root: Path = ROOT, name: str = "trial.yaml") -> Ablation:
-    (folder / "base.yaml").write_text(BASE)
-    (folder / name).write_text(text)
-    return load_ablation(folder / name, root)
+@pytest.fixture(scope="module")
+def flag_table() -> FlagTable:
+    """The flags of the training scripts."""
+    return known_flags()
 
 
 def _variant_flags(folder: Path, axes: str, base: str = "") -> dict:
     """The flags of the last variant."""
-    return dict(_ablation(folder, f"base: base.yaml\n{base}axes: {axes}\nseeds: [1]\n").variants[-1].recipe.flags)
+    return dict(ablation_of(folder, f"base: base.yaml\n{base}axes: {axes}\nseeds: [1]\n").variants[-1].recipe.flags)
 
 
 def test_the_runs_are_every_combination_with_every_seed(tmp_path: Path) -> None:
-    ablation = _ablation(tmp_path, WIDE)
+    ablation = ablation_of(tmp_path, WIDE)
     names = ["ordinary", "streams-2", "streams-2-retention", "streams-4", "streams-4-retention"]
     assert [run.name for run in ablation.runs] == [f"{name}-seed-{seed}" for seed in (1, 2) for name in names]
     assert [variant.reference for variant in ablation.variants] == [None, *["ordinary"] * 4]
@@ -87,7 +80,7 @@ def test_replay_off_leaves_the_other_recomputed_modules() -> None:
 
 
 def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tmp_path: Path) -> None:
-    ablation = _ablation(tmp_path, "base: base.yaml\naxes: {streams: [1, 4], depth: [1, 2]}\nseeds: [1]\n")
+    ablation = ablation_of(tmp_path, "base: base.yaml\naxes: {streams: [1, 4], depth: [1, 2]}\nseeds: [1]\n")
     assert {v.name: v.reference for v in ablation.variants} == {
         "ordinary-depth-1": None,
         "ordinary-depth-2": None,
@@ -95,7 +88,7 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
         "streams-4-depth-2": "ordinary-depth-2",
     }
     text = "base: base.yaml\naxes: {learning-rate: [1e-3, 2e-3]}\nseeds: [1]\nreference: {learning-rate: 1e-3}\n"
-    assert [v.reference for v in _ablation(tmp_path, text).variants] == [None, "lr-1e-3"]
+    assert [v.reference for v in ablation_of(tmp_path, text).variants] == [None, "lr-1e-3"]
 
 
 @pytest.mark.parametrize(
@@ -135,21 +128,65 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
         ("base: base.yaml\naxes: {streams: 1}\nprocesses: 0\nseeds: [1]", "processes is 0"),
         ("base: base.yaml\naxes: 3\nseeds: [1]", "axes: 3: a mapping from axes"),
         ("base: base.yaml\naxes: {streams: {a: 1}}\nseeds: [1]", "axes: streams is {'a': 1}"),
+        (
+            "base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nflags:\n  lr: 1\n  lr: 2",
+            "key 'lr' stands in line 5 and in",
+        ),
+        ("base: base.yaml\naxes: {streams: 1, streams: 2}\nseeds: [1]", "key 'streams' stands in line 2 and in line 2"),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nfolder: ''", "folder is '', the name of a folder"),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nflags: {lr: [1, true]}", "flags: lr is [1, True]"),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nflags: {lr: '${NOT_SET}'}", "NOT_SET, which is not set"),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nenvironment: {A B: 1}", "environment: 'A B' is no name"),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nenvironment: {RANK: 1}", "RANK is set by torchrun"),
+        (
+            "base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nenvironment: {WANDB_RUN_ID: a}",
+            "environment: WANDB_RUN_ID: every run is a wandb run of its own",
+        ),
         ("base: [", "cannot be read as YAML"),
         ("- 1", "a mapping with"),
     ],
 )
 def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(LaunchError, match=r"trial\.yaml|nowhere\.yaml") as error:
-        _ablation(tmp_path, text)
+        ablation_of(tmp_path, text)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", OWNED_FLAGS)
+def test_a_flag_that_a_run_folder_owns_is_refused_wherever_it_comes_from(
+    tmp_path: Path, flag: str, flag_table: FlagTable
+) -> None:
+    assert flag in flag_table, "no flag of the training scripts any more"
+    (tmp_path / "own.yaml").write_text(f"base: base.yaml\nflags: {{{flag}: /shared}}\n")
+    rest = "axes: {streams: 1}\nseeds: [1, 2]\n"
+    for text, where in (
+        (f"base: base.yaml\nflags: {{{flag}: /shared}}\n{rest}", f"flags: {flag}: "),
+        (f"base: base.yaml\naxes: {{streams: 1, {flag}: [/a, /b]}}\nseeds: [1]", f"axes: {flag}: "),
+        (f"base: own.yaml\n{rest}", f"base: own.yaml has {flag}: "),
+    ):
+        with pytest.raises(LaunchError, match=r"trial\.yaml: ") as error:
+            ablation_of(tmp_path, text)
+        assert where + OWNED_FLAGS[flag] in str(error.value)
+    taken_away = ablation_of(tmp_path, f"base: own.yaml\nflags: {{{flag}: false}}\n{rest}")
+    assert flag not in taken_away.runs[0].recipe.flags
+
+
+def test_values_may_hold_variables_and_reach_the_launch_as_they_became(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORPUS", "/data/${X}")
+    text = "flags: {data-path: '${CORPUS}/a'}\nenvironment: {A: '${CORPUS}'}\nfolder: '${CORPUS:-x}'\n"
+    ablation = ablation_of(tmp_path, f"{WIDE}{text}", tmp_path)
+    recipe = ablation.runs[0].recipe
+    assert (recipe.flags["data-path"], recipe.environment["A"]) == ("/data/${X}/a", "/data/${X}")
+    assert ablation.folder == Path("/data/${X}")
 
 
 def test_depth_of_a_hybrid_and_an_unknown_flag_are_refused(tmp_path: Path) -> None:
     text = f"base: {ROOT}/scripts/recipes/tiny-hybrid.yaml\naxes: {{streams: 1, depth: [1]}}\nseeds: [1]\n"
     with pytest.raises(LaunchError, match="the recipe is a hybrid, its pattern says the depth"):
-        _ablation(tmp_path, text)
+        ablation_of(tmp_path, text)
     (tmp_path / "base.yaml").write_text(BASE)
     (tmp_path / "trial.yaml").write_text("base: base.yaml\naxes: {streams: 1, num-layer: 3}\nseeds: [1]\n")
     with pytest.raises(LaunchError, match=r"trial\.yaml: --num-layer: .* nearest: num-layers"):
@@ -176,7 +213,7 @@ def test_any_grid_gives_its_product_with_unique_runs_and_one_reference_each(
     folder = tmp_path_factory.mktemp("grid")
     axes = [{"streams": 1, "depth": depths}, {"streams": streams, "depth": depths, "retention": retention}]
     text = json.dumps({"base": "base.yaml", "axes": axes, "seeds": seeds})
-    ablation = _ablation(folder, text)
+    ablation = ablation_of(folder, text)
     assert len(ablation.variants) == len(depths) * (1 + len(streams) * len(retention))
     assert len({run.name for run in ablation.runs}) == len(ablation.runs) == len(ablation.variants) * len(seeds)
     recipes = [run.recipe for run in ablation.runs]
@@ -204,63 +241,22 @@ def test_every_committed_ablation_loads_with_known_flags(file: Path, monkeypatch
     assert file.read_text().startswith("# "), f"{file} does not begin with what it is for"
 
 
-def test_a_changed_yaml_is_refused_by_the_name_of_the_run_and_an_extended_one_is_not(tmp_path: Path) -> None:
-    ablation = _ablation(tmp_path, WIDE, tmp_path)
-    run = ablation.runs[0]
-    RunFolder(run.folder.resolve()).create(run.recipe, ROOT)
-    check_folders(ablation)
-    check_folders(_ablation(tmp_path, WIDE.replace("[1, 2]", "[1, 2, 3]"), tmp_path))
-    for changed, complaint in (
-        ("flags: {train-iters: 20}\n", "ordinary-seed-1 was launched with --train-iters 10; it says --train-iters 20"),
-        ("flags: {bf16: true}\n", "was launched with no --bf16; it says --bf16 now"),
-        ("processes: 2\n", "was launched with processes 1; it says 2 now"),
-        ("environment: {A: b}\n", "was launched with environment {}; it says {'A': 'b'} now"),
-    ):
-        with pytest.raises(LaunchError, match=r"trial\.yaml has changed: ") as error:
-            check_folders(_ablation(tmp_path, WIDE + changed, tmp_path))
-        assert complaint in str(error.value)
-    assert other_folders(_ablation(tmp_path, WIDE.replace("[1, 2]", "[5]"), tmp_path)) == ["ordinary-seed-1"]
-
-
-def test_a_launch_reads_back_the_recipe_of_its_run(tmp_path: Path) -> None:
-    run = _ablation(tmp_path, WIDE, tmp_path).runs[-1]
-    assert load_recipe(write_recipe(run), {}) == run.recipe
-
-
-def test_a_run_is_one_launchs_at_a_time(tmp_path: Path) -> None:
-    run = _ablation(tmp_path, WIDE, tmp_path).runs[0]
-    lock = launch_lock(run)
-    assert lock is not None
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
-    os.close(lock)
-    assert launch_lock(run) is None, "the child that inherited the lock still lives"
-    child.communicate(b"\n")
-    again = launch_lock(run)
-    assert again is not None, "the lock outlived its process"
-    os.close(again)
-
-
-def test_trainers_that_outlived_a_killed_launch_are_ended_and_no_others(tmp_path: Path) -> None:
-    ours, other = _ablation(tmp_path, WIDE, tmp_path).runs[:2]
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    left = subprocess.Popen(sleep, env={**os.environ, "MEGATRON_RUN_FOLDER": str(ours.folder.resolve())})
-    stays = subprocess.Popen(sleep, env={**os.environ, "MEGATRON_RUN_FOLDER": str(other.folder.resolve())})
-    try:
-        assert end_orphans(ours) == 1
-        assert left.poll() is not None, "it still lives"
-        assert stays.poll() is None
-    finally:
-        stays.kill()
-        stays.wait()
+def test_a_run_id_of_the_environment_is_not_shared_by_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ablation_of(tmp_path, WIDE + f"flags: {{wandb-project: p}}\nfolder: {tmp_path}/runs\n")
+    monkeypatch.setenv("WANDB_RUN_ID", "one")
+    assert tool("ablate").main(["run", str(tmp_path / "trial.yaml")]) == 2
+    assert "WANDB_RUN_ID is set: all runs would be one wandb run" in capsys.readouterr().err
 
 
 def test_runs_that_log_to_wandb_have_group_job_type_and_tags(tmp_path: Path) -> None:
-    flags = _ablation(tmp_path, WIDE + "flags: {wandb-project: p}\n").runs[-1].recipe.flags
+    flags = ablation_of(tmp_path, WIDE + "flags: {wandb-project: p}\n").runs[-1].recipe.flags
     assert (flags["wandb-group"], flags["wandb-job-type"]) == ("trial", "streams-4-retention")
     assert flags["wandb-tags"] == ["streams=4", "retention=True", "seed=2"]
-    given_group = _ablation(tmp_path, WIDE + "flags: {wandb-project: p, wandb-group: mine}\n").runs[-1].recipe.flags
+    given_group = ablation_of(tmp_path, WIDE + "flags: {wandb-project: p, wandb-group: mine}\n").runs[-1].recipe.flags
     assert given_group["wandb-group"] == "mine"
-    assert not any("wandb" in name for name in _ablation(tmp_path, WIDE).runs[-1].recipe.flags)
+    assert not any("wandb" in name for name in ablation_of(tmp_path, WIDE).runs[-1].recipe.flags)
 
 
 def test_times_come_from_measured_speeds_and_a_scaled_one_says_so() -> None:
@@ -274,7 +270,7 @@ def test_times_come_from_measured_speeds_and_a_scaled_one_says_so() -> None:
 
 def test_the_plan_names_what_deserves_a_word(tmp_path: Path) -> None:
     text = "base: base.yaml\naxes: {streams: [1, 2], train-iters: [10]}\nseeds: [1]\n"
-    ablation = _ablation(tmp_path, text, tmp_path)
+    ablation = ablation_of(tmp_path, text, tmp_path)
     costs = {"ordinary-train-iters-10": Cost(10), "streams-2-train-iters-10": Cost(20, error="no tokenizer")}
     said = "\n".join(remarks(ablation, costs))
     for words in ("no interval", "not train on equal tokens", "no speed was measured", "unknown: no tokenizer"):
@@ -287,7 +283,7 @@ def test_the_plan_names_what_deserves_a_word(tmp_path: Path) -> None:
 def test_slurm_without_sbatch_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="there is no sbatch on PATH"):
-        submit(_ablation(tmp_path, WIDE, tmp_path), ROOT, None, [])
+        submit(ablation_of(tmp_path, WIDE, tmp_path), ROOT, None, [])
 
 
 def test_help_needs_no_torch_and_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,3 +302,6 @@ def test_help_needs_no_torch_and_shows_an_example(capsys: pytest.CaptureFixture[
         assert ended.value.code == 2
     assert ablate.main(["plan", "nowhere.yaml"]) == 2
     assert "error: nowhere.yaml: no such ablation" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ablate.main(["report", "x", "--output", ""])
+    assert "the name of a folder is wanted, it is empty" in capsys.readouterr().err

@@ -6,17 +6,23 @@ import csv
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from harness_corpus import tool
+from harness_events import write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from megatron.ablations import cost, plots
 from megatron.ablations.description import Ablation, load_ablation
 from megatron.ablations.paired import paired_difference, spread
 from megatron.ablations.plots import draw
 from megatron.ablations.report import Report, markdown, write_report
+from megatron.run_control.attempts import begin_attempt, end_attempt
+from megatron.run_control.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 YAML = f"""base: {ROOT}/scripts/recipes/tiny-gpt.yaml
@@ -124,10 +130,58 @@ def test_equal_losses_are_no_difference_seen() -> None:
     assert (found.mean, found.low, found.high, found.verdict) == (0, 0, 0, "no difference seen")
 
 
+def test_a_loss_that_is_not_finite_is_a_verdict_and_never_averaged() -> None:
+    nan, inf = math.nan, math.inf
+    for values in ([nan, 1.0], [1.0, inf], [inf, -inf], [nan], [inf, 1.0, 2.0]):
+        found = spread(values)
+        assert found is not None
+        assert (found.n, math.isnan(found.mean), found.deviation) == (len(values), True, None)
+    for ours, others in (
+        ({1: nan, 2: 5.0}, {1: 5.0, 2: 5.0}),
+        ({1: inf}, {1: inf}),
+        ({1: 1.0, 2: 2.0}, {1: inf, 2: 1}),
+    ):
+        difference = paired_difference(ours, others)
+        assert difference is not None
+        assert (difference.verdict, difference.low, difference.high) == ("not finite", None, None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_said_in_table_csv_and_pictures(
+    report: Report, tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = report.measured["streams-2-seed-3"]
+    run.validation_loss, run.train_loss, run.train_curve[5] = value, value, value
+    page = markdown(report, "", "", plots=False)
+    assert f"| streams-2 | ordinary | 3 | - | - | -0.1000, -0.1200, {value:+.4f} | **not finite** |" in page
+    assert "| streams-2 | 3 | 1,000 + 12 | not finite | not finite | 2,000 ± 0 | - |" in page
+    assert "**Not finite: streams-2**: a validation loss" in page
+    assert "seen for streams-4 (higher by 0.4067)." in page
+    write_report(report, tmp_path / "out", "", "")
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert {row["run"]: row["validation_loss"] for row in rows}["streams-2-seed-3"] == str(value)
+    losses = [
+        row for row in csv.DictReader((tmp_path / "out" / "differences.csv").open()) if row["measure"] == "train_loss"
+    ]
+    assert {row["variant"]: row["verdict"] for row in losses}["streams-2"] == "not finite"
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, file: figures.append(figure))
+    assert draw(report, tmp_path)
+    (left, right), (dots,) = (figure.axes for figure in figures)
+    for axes in (left, right):
+        curve = next(line for line in axes.lines if str(line.get_label()).startswith("streams-2 "))
+        assert curve.get_label() == "streams-2 (not finite: points left out)"
+        assert np.flatnonzero(np.isnan(curve.get_ydata())).tolist() == [4], "only the step itself is left out"
+    labels = [label.get_text() for label in dots.get_yticklabels()]
+    assert labels[0] == "streams-2 minus ordinary (not finite: points left out)"
+    circles = [line.get_ydata() for line in dots.lines if line.get_marker() == "o"]
+    assert [len(rows) for rows in circles] == [2, 3, 3], "two seeds of streams-2 have a circle, three of the others"
+
+
 def test_the_page_says_what_was_seen_what_was_not_and_what_is_missing(report: Report) -> None:
     page = markdown(report, "On one core.", "python tools/ablate.py run x", plots=True)
     missing = ", ".join(f"streams-4-retention-seed-{seed} (absent)" for seed in (1, 2, 3))
-    assert f"3 of 15 runs are missing or unfinished** and count in no number: {missing}." in page
+    assert f"3 of 15 runs are missing, unfinished or unreadable** and count in no number: {missing}." in page
     assert "seen for streams-2 (lower by 0.1033), streams-4 (higher by 0.4067)." in page
     assert "No difference seen for streams-2-retention: the interval holds 0." in page
     assert "| streams-2 | ordinary | 3 | -0.1033 | -0.1413 to -0.0654 | -0.1000, -0.1200, -0.0900 | **lower** |" in page
@@ -164,7 +218,7 @@ def test_files_hold_every_run_and_the_pictures(report: Report, tmp_path: Path) -
     assert differences["streams-2"]["measure"] in ("validation_loss", "train_loss", "tokens_per_second")
 
 
-def test_no_finished_run_is_a_page_without_pictures_and_status_1_unless_partial(
+def test_no_finished_run_is_a_page_that_says_so_without_pictures_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "none.yaml"
@@ -173,6 +227,64 @@ def test_no_finished_run_is_a_page_without_pictures_and_status_1_unless_partial(
     command = ["report", str(file), "--output", str(tmp_path / "out")]
     assert ablate.main(command) == 1
     assert "not in the report: ordinary-seed-1 (absent)" in capsys.readouterr().err
-    assert ablate.main([*command, "--partial"]) == 0
+    assert ablate.main([*command, "--partial"]) == 1
+    assert "has finished, the report is empty" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.png"))
-    assert "15 of 15 runs are missing" in (tmp_path / "out" / "report.md").read_text()
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "15 of 15 runs are missing" in page
+    assert "**No run has finished: there is nothing to compare yet.**" in page
+    assert "equal tokens" not in page
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """The YAML of an ablation whose six runs have finished: one logged a NaN, one lost its TensorBoard files, one's
+    attempts.json is damaged."""
+    file = tmp_path / "trial.yaml"
+    base = f"base: {ROOT}/scripts/recipes/tiny-gpt.yaml\nfolder: {tmp_path}/runs\n"
+    file.write_text(base + "axes: {streams: [1, 2]}\nseeds: [1, 2, 3]\n")
+    for run in load_ablation(file, tmp_path).runs:
+        folder = RunFolder(run.folder)
+        folder.create(run.recipe, ROOT)
+        begin_attempt(folder)
+        end_attempt(folder, 0)
+        loss = math.nan if run.name == "streams-2-seed-1" else 5.0 + run.seed / 10
+        if run.name != "streams-2-seed-2":
+            write_run(run.folder / "tensorboard", {1: 6.0, 2: 5.5}, **{"lm loss validation": {2: loss}})
+    (tmp_path / "runs" / "ordinary-seed-3" / "attempts.json").write_text("[{")
+    return file
+
+
+def test_an_unreadable_run_is_an_error_that_names_it_and_left_out_by_partial(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ablate, out = tool("ablate"), folders.parent / "out"
+    command = ["report", str(folders), "--output", str(out)]
+    assert ablate.main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: streams-2-seed-2 cannot be read: ")
+    assert str(folders.parent / "runs" / "streams-2-seed-2") in said
+    assert not out.exists()
+    assert ablate.main([*command, "--partial"]) == 0
+    said = capsys.readouterr().err
+    page = (out / "report.md").read_text()
+    for name, reason in (("streams-2-seed-2", "no TensorBoard files"), ("ordinary-seed-3", "attempts.json is damaged")):
+        line = next(line for line in said.splitlines() if line.startswith(f"not in the report: {name} (unreadable: "))
+        assert reason in line
+        assert line.removeprefix("not in the report: ") in page
+    assert "2 of 6 runs are missing, unfinished or unreadable" in page
+    assert "| streams-2 | ordinary | 1 | - | - | +nan | **not finite** |" in page
+    rows = list(csv.DictReader((out / "results.csv").open()))
+    assert [row["validation_loss"][:3] for row in rows] == ["5.0", "nan", "5.1", "", "", "5.3"]
+
+
+def test_a_plan_is_printed_though_runs_cannot_be_read(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Parameters and FLOPs come from a process of its own, which takes seconds and is not what is tried here.
+    monkeypatch.setattr(cost, "model_costs", lambda ablation, root: [{} for _ in ablation.variants])
+    assert tool("ablate").main(["plan", str(folders)]) == 0
+    said = capsys.readouterr().out
+    assert "note: streams-2-seed-2 cannot be read and says nothing of speed: " in said
+    assert "note: ordinary-seed-3 cannot be read and says nothing of speed: " in said
+    assert "note: run will refuse: " in said

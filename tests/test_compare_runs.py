@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness_events import write_run
 from torch.utils.tensorboard import SummaryWriter
 
 TOOL = Path(__file__).resolve().parent.parent / "tools/compare_runs.py"
@@ -16,18 +17,6 @@ TOOL = Path(__file__).resolve().parent.parent / "tools/compare_runs.py"
 def compare(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def write_run(folder: Path, losses: dict[int, float], wide: str = "None", **scalars: dict[int, float]) -> None:
-    """TensorBoard files with the tags and texts of Megatron's trainer: 2 sequences of 16 tokens a step."""
-    with SummaryWriter(str(folder)) as writer:
-        texts = {"global_batch_size": "2", "seq_length": "16", "wide_residual": wide}
-        texts |= {"parameters/base": "123456789", "parameters/controllers": "36"}
-        for name, text in texts.items():
-            writer.add_text(name, text)
-        for tag, values in ({"lm loss": losses} | scalars).items():
-            for step, value in values.items():
-                writer.add_scalar(tag, value, step)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from harness_scripts import REPOSITORY, needs_own_venv, readme_commands, run_script, script_environment
 
 from megatron.run_control.exit_status import SAVED_ON_REQUEST
@@ -53,6 +54,10 @@ def test_an_interrupted_launch_saves_and_its_rerun_does_every_other_step_once(tm
         assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
         assert time.monotonic() < deadline, "no step in 300 s"
         time.sleep(0.2)
+    second = run_script(*command, LOCK_SECONDS="0")
+    assert second.returncode == 2
+    assert f"{run} is at work already, launched by process {process.pid} on " in second.stderr
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)  # as a terminal's ^C: the trainers have a session of their own
     assert process.wait(timeout=200) == SAVED_ON_REQUEST, (tmp_path / "out").read_text()[-4000:]
     saved = _steps(run)
@@ -74,15 +79,67 @@ def test_a_failing_run_is_started_again_until_the_guard_stops_it(tmp_path: Path)
     log = (run / "log.txt").read_text()
     assert "RuntimeError: no such device" in log
     assert "2 attempts in a row ended without a new checkpoint" in log
-    again = run_script(*command, MAX_RESTARTS_WITHOUT_PROGRESS="2")
+    launch = str(REPOSITORY / "scripts" / "launch.sh")
+    again = run_script(launch, "--rerun", "run", cwd=tmp_path, MAX_RESTARTS_WITHOUT_PROGRESS="2")
     assert again.returncode == 3
     assert "not started: 2 attempts in a row" in (run / "log.txt").read_text()
+    for words, complaint in (
+        (("--rerun", ""), "--rerun : no run folder"),
+        (("--rerun", "nowhere"), "--rerun nowhere: no run folder"),
+        (("--rerun", "run", "--lr", "1"), "one run folder and nothing else; 3 words were given"),
+    ):
+        wrong = run_script(launch, *words, cwd=tmp_path)
+        assert (wrong.returncode, complaint in wrong.stderr) == (2, True), wrong.stderr
 
 
-def test_help_says_what_the_script_does() -> None:
-    done = subprocess.run(
-        ["scripts/launch.sh", "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=20
-    )
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    "words", [["--help"], [], ["scripts/recipes/tiny-gpt.yaml", "--lr", "1", "--help"], ["x", "-h"]]
+)
+def test_help_says_what_the_script_does(words: list[str]) -> None:
+    done = run_script("scripts/launch.sh", *words, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
     assert "--run-dir DIR" in done.stdout
     assert "set -euo" not in done.stdout
+
+
+def _locking(run: Path, **variables: str) -> subprocess.Popen:
+    """A launcher that has gone as far as the lock, and stays until its standard input ends."""
+    code = f"repository={shlex.quote(str(REPOSITORY))}; . scripts/slurm/lib.sh; run={shlex.quote(str(run))}; lock_run"
+    return subprocess.Popen(
+        ["bash", "-euc", f"{code}; echo locked; read -r _ || true"],
+        cwd=REPOSITORY,
+        env=script_environment(LOCK_SECONDS="0", **variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_has_one_launch_at_a_time_and_no_lock_outlives_its_holder(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "0"}
+    for first, mine in (({}, "process "), (job, "job 17 on ")):
+        holder = _locking(tmp_path, **first)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        assert (tmp_path / "launch.lock").read_text().startswith(mine)
+        for others in ({}, {**job, "SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}):
+            out, err = (other := _locking(tmp_path, **others)).communicate(timeout=20)
+            assert (other.returncode, out) == (2, "")
+            assert f"is at work already, launched by {mine}" in err
+        holder.kill()
+        holder.communicate(timeout=20)
+        again = _locking(tmp_path, **first)
+        assert again.communicate("\n", timeout=20) == ("locked\n", "")
+
+
+def test_a_requeued_job_is_not_stopped_by_the_lock_of_its_own_last_start(tmp_path: Path) -> None:
+    """As a file server has it that still keeps the lock of a node that is dead."""
+    job = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
+    ghost = _locking(tmp_path, **job)
+    assert ghost.stdout is not None
+    assert ghost.stdout.readline() == "locked\n"
+    out, err = (requeued := _locking(tmp_path, **job, SLURM_RESTART_COUNT="1")).communicate("\n", timeout=20)
+    assert (requeued.returncode, out) == (0, "locked\n"), err
+    assert "still held by this job's last start; going on" in err
+    ghost.communicate("\n", timeout=20)

@@ -128,7 +128,11 @@ def _text[T](events: EventAccumulator, tag: str, convert: Callable[[str], T]) ->
     key = f"{tag}/text_summary"
     if key not in events.Tags()["tensors"]:
         return None
-    return convert(events.Tensors(key)[-1].tensor_proto.string_val[0].decode())
+    text = events.Tensors(key)[-1].tensor_proto.string_val[0].decode(errors="replace")
+    try:
+        return convert(text)
+    except ValueError:
+        raise RunError(f"{events.path} holds no usable {tag} (found {text[:80]!r})") from None
 
 
 def _argument(events: EventAccumulator, folder: Path, name: str, absent: int | None = None) -> int:
