@@ -53,6 +53,7 @@ SelectTypeParameters=CR_CPU
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
+GresTypes=craft
 MailProg=/bin/true
 ReturnToService=2
 JobRequeue=1
@@ -62,7 +63,7 @@ MessageTimeout=60
 TCPTimeout=30
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4
+NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 Gres=craft:4
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

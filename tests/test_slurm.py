@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import tempfile
@@ -174,8 +175,10 @@ def _converted(cluster: Cluster, *arguments: str) -> str:
 
 def test_the_hybrid_recipe_trains_as_a_job_of_two_tasks(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "hybrid"
+    options = ["--account=physics", "--gres=craft:1", "--comment=two words", "--cpus-per-task=2", "--mem=1M"]
     job = cluster.sbatch(
         [
+            *options,
             *("--nodes=2", "scripts/slurm/pretrain_mamba.sbatch", "scripts/recipes/tiny-hybrid.yaml"),
             *("--run-dir", str(run), "--processes", "1", "--train-iters", "3"),
         ],
@@ -184,6 +187,17 @@ def test_the_hybrid_recipe_trains_as_a_job_of_two_tasks(cluster: Cluster, tmp_pa
     cluster.wait_for(job, lambda: cluster.job(job)["JobState"] == "COMPLETED", "its end")
     assert [attempt["status"] for attempt in json.loads((run / "attempts.json").read_text())] == [0]
     assert sorted(_all_losses(run)) == [1, 2, 3]
+    _check_rerun(cluster, run, [*options, "--nodes=2", "--time=00:20:00", "--partition=all"])
+
+
+def _check_rerun(cluster: Cluster, run: Path, options: list[str]) -> None:
+    """rerun.sh submits the job with these options, and this Slurm takes them: versions show gres in different forms."""
+    script = (run / "rerun.sh").read_text()
+    command = shlex.split(script.splitlines()[-1])
+    assert command[:2] == ["exec", "sbatch"]
+    assert set(options) <= set(command), f"lost: {set(options) - set(command)}"
+    assert "scripts/slurm/pretrain_mamba.sbatch" in command
+    cluster.run("bash", "-c", script.replace("exec sbatch", "exec sbatch --test-only"))
 
 
 # A trainer that fails with a given status; one that waits to be asked to save, and is done at its second start.

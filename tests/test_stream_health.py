@@ -14,6 +14,7 @@ from harness_layouts import BASE, MODELS, START, TRAIN, launch_entries
 from harness_pretrain import TINY_GPT, TINY_HYBRID
 from harness_resume import train_here
 
+from megatron.training.stream_health.monitor import StreamMonitor
 from megatron.training.stream_health.pictures import heat_map
 from megatron.training.stream_health.report import QUIET_STEPS, BranchHealth, StreamReport
 from megatron.training.stream_health.samples import MAX_TOKENS, mean_of, stream_sums, token_grams
@@ -59,11 +60,21 @@ def test_losses_are_bit_equal_with_and_without_it(name: str, tmp_path: Path) -> 
     assert all(sorted(steps) == [1, 2, 3, 4] for steps in numbers.values())
 
 
-def test_it_reports_at_its_interval_with_pictures_and_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_reports_at_its_interval_with_pictures_and_a_line_once_though_a_step_is_repeated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megatron.training.initialize as initialize
+    from megatron.core.rerun_state_machine import RerunMode
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    # The machine's mode that computes every step twice. Upstream's flag for it has a value that its enum does not know.
+    monkeypatch.setattr(initialize, "RerunMode", lambda mode: RerunMode.REPORT_DETERMINISM_STATS)
+    finalized: list[int] = []
+    report = StreamMonitor.report
+    monkeypatch.setattr(StreamMonitor, "report", lambda self, chunks: (finalized.append(1), report(self, chunks)))
     options = [*TINY_GPT, "--wide-residual", "4", "--train-iters", "5", "--log-streams-interval", "2"]
     train_here([*options, "--tensorboard-dir", str(tmp_path)])
+    assert len(finalized) == 2 * 5, "the steps were not computed twice"
     lines = re.findall(r"streams at iteration (\d+) \| effective streams: 4\.000 of 4 .*", capfd.readouterr().out)
     assert lines == ["2", "4"]
     numbers = all_scalars(tmp_path)
