@@ -228,7 +228,7 @@ def test_a_run_folder_refuses_another_run_and_says_both_values(tmp_path: Path) -
     recipe = Recipe("a.py", 2, {"A": "1"}, {"lr": 1, "data-path": ["a", "b"], "bf16": True})
     assert run.create(recipe, ROOT)
     assert not run.create(recipe, ROOT)
-    again = replace(recipe, flags=dict(reversed(recipe.flags.items())))
+    again = replace(recipe, flags=dict(reversed(list(recipe.flags.items()))))
     assert not run.create(again, ROOT), "the order of flags does not count"
     assert not RunFolder(run.path).create(load_recipe(run.recipe), ROOT), "its own resolved recipe"
     for other, complaint in (

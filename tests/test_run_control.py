@@ -316,7 +316,7 @@ def test_steps_and_validations_that_are_not_finite_are_problems(run: RunFolder) 
     assert read_progress(run.path).problem is None
 
 
-_DAMAGES = {
+_DAMAGES: dict[str, list[bytes | None]] = {
     "attempts.json": [b"[{", b"{}", b'[{"number": 1}]', b"\xff"],
     "launch.json": [b"", b"{}"],
     "flags.txt": [None, b"\xff\n"],

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,12 @@ def test_it_reports_at_its_interval_with_pictures_and_a_line_once_though_a_step_
     monkeypatch.setattr(initialize, "RerunMode", lambda mode: RerunMode.REPORT_DETERMINISM_STATS)
     finalized: list[int] = []
     report = StreamMonitor.report
-    monkeypatch.setattr(StreamMonitor, "report", lambda self, chunks: (finalized.append(1), report(self, chunks)))
+
+    def counted(monitor: StreamMonitor, chunks: Sequence[Any]) -> None:
+        finalized.append(1)
+        report(monitor, chunks)
+
+    monkeypatch.setattr(StreamMonitor, "report", counted)
     options = [*TINY_GPT, "--wide-residual", "4", "--train-iters", "5", "--log-streams-interval", "2"]
     train_here([*options, "--tensorboard-dir", str(tmp_path)])
     assert len(finalized) == 2 * 5, "the steps were not computed twice"
