@@ -16,7 +16,7 @@ from harness_corpus import tool
 from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
-from megatron.run_control.node_agent import end_leftovers
+from megatron.run_control.node_agent import end_earlier, end_leftovers
 from megatron.run_control.progress import find_runs, read_progress
 from megatron.run_control.recipes import Recipe
 from megatron.run_control.resubmission import resubmission
@@ -248,10 +248,12 @@ def test_what_a_killed_trainer_left_behind_is_ended_and_nothing_else(run: RunFol
         subprocess.Popen(["sleep", "600"], env=environment | {"MEGATRON_RUN_ATTEMPT": "2"}) as left,
         subprocess.Popen(["sleep", "600"], env=environment | {"MEGATRON_RUN_ATTEMPT": "1"}) as other,
     ):
-        end_leftovers(run, 2)
-        assert left.wait(timeout=10) == -signal.SIGKILL
-        assert other.poll() is None, "a process of another attempt was ended"
-        other.kill()
+        end_leftovers(run, 1)
+        assert other.wait(timeout=10) == -signal.SIGKILL
+        assert left.poll() is None, "a process of another attempt was ended"
+        assert end_earlier(run, 2) == 0
+        assert end_earlier(run, 3) == 1, "a trainer that outlived its launch would write the same checkpoints"
+        assert left.poll() is not None
 
 
 _STEP = (

@@ -11,7 +11,7 @@ ready for it (trainer_side.py), and the helpers of a trainer are not ended by it
 trainers, for launchers that reach only this process.
 
 What always holds: when this process ends no trainer of the node and no helper of one is left, and
-outcomes/attempt-A-node-N.json says why.
+outcomes/attempt-A-node-N.json says why; none of an earlier attempt is left when it begins.
 Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the watchdog off.
 """
 
@@ -42,28 +42,43 @@ def worker_pids() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def leftovers(run: RunFolder, attempt: int) -> list[psutil.Process]:
-    """What the trainers of this node left behind: helpers (data loaders, checkpoint writers, wandb) whose parent was
-    killed. They are known by the environment that they inherited from torchrun."""
-    ours = {
-        FOLDER_VARIABLE: str(run.path),
-        ATTEMPT_VARIABLE: str(attempt),
-        "SLURM_NODEID": os.environ.get("SLURM_NODEID"),
-    }
-    found = []
+def leftovers(run: RunFolder, attempt: int) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """What trainers left behind: of this attempt and node helpers (data loaders, checkpoint writers, wandb) whose
+    parent was killed, and whatever of earlier attempts on this machine has outlived its killed torchrun. They are known
+    by the environment that they inherited from torchrun."""
+    of_this: list[psutil.Process] = []
+    of_earlier: list[psutil.Process] = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
             environment = process.environ()
-            if "TORCHELASTIC_RUN_ID" in environment and all(environment.get(name) == ours[name] for name in ours):
-                found.append(process)
-    return found
+            if "TORCHELASTIC_RUN_ID" not in environment or environment.get(FOLDER_VARIABLE) != str(run.path):
+                continue
+            number = int(environment[ATTEMPT_VARIABLE])
+            if number < attempt:
+                of_earlier.append(process)
+            elif number == attempt and environment.get("SLURM_NODEID") == os.environ.get("SLURM_NODEID"):
+                of_this.append(process)
+    return of_this, of_earlier
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def end_earlier(run: RunFolder, attempt: int) -> int:
+    """Kill trainers of earlier attempts, which would write the same checkpoints; returns how many there were. The run's
+    lock says that no launch of theirs is alive."""
+    earlier = leftovers(run, attempt)[1]
+    _kill(earlier)
+    psutil.wait_procs(earlier, timeout=LEFTOVER_GRACE_S)
+    return len(earlier)
 
 
 def end_leftovers(run: RunFolder, attempt: int) -> None:
     """Give them time to end by themselves, then kill them: they hold the step's output open, and it would idle."""
-    for process in psutil.wait_procs(leftovers(run, attempt), timeout=LEFTOVER_GRACE_S)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    _kill(psutil.wait_procs(leftovers(run, attempt)[0], timeout=LEFTOVER_GRACE_S)[1])
 
 
 def _pass_on_save_signal() -> None:
@@ -143,6 +158,8 @@ def main() -> int:
     node, attempt = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get(ATTEMPT_VARIABLE, "1"))
     try:
         run = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
+        if earlier := end_earlier(run, attempt):
+            print(f"> node {node}: ended {earlier} processes that an earlier attempt had left behind", file=sys.stderr)
         status, reason = run_node(run, attempt)
     except (LaunchError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
