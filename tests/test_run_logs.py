@@ -122,12 +122,28 @@ def test_a_run_needs_neither_save_nor_tensorboard_folder(tmp_path: Path, monkeyp
     assert [run.rows[step]["lm loss"] for step in (1, 2)] == losses
 
 
-def test_a_run_id_that_is_not_the_folders_is_refused(two_starts: TwoStarts) -> None:
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (["--wandb-run-id", "another"], {}, "belongs to the wandb run ID, but --wandb-run-id is another"),
+        ([], {"WANDB_RUN_ID": "a/b"}, "WANDB_RUN_ID is 'a/b', which is no run id of wandb"),
+        (
+            ["--wandb-project", "elsewhere"],
+            {},
+            "the wandb run ID of project tests, but this start names project elsewh",
+        ),
+    ],
+)
+def test_an_id_or_a_project_that_is_not_the_folders_is_refused(
+    two_starts: TwoStarts, flags: list[str], variables: dict[str, str], message: str
+) -> None:
     options = [*TINY_GPT, *WANDB, "--train-iters", "9", "--wide-residual", "3", "--save-interval", "9"]
     options += ["--save", str(two_starts.save), "--override-opt-param-scheduler"]
-    with wandb_environment():
-        message = refused_here([*options, "--load", str(two_starts.save), "--wandb-run-id", "another"])
-    assert f"belongs to the wandb run {two_starts.first.id}, but --wandb-run-id is another" in message
+    with wandb_environment(**variables):
+        said = refused_here([*options, "--load", str(two_starts.save), *flags])
+    assert (
+        message.replace("ID of", f"{two_starts.first.id} of").replace("run ID,", f"run {two_starts.first.id},") in said
+    )
 
 
 @pytest.mark.parametrize(
