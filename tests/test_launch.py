@@ -108,7 +108,7 @@ def _locking(run: Path, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         ["bash", "-euc", f"{code}; echo locked; read -r _ || true"],
         cwd=REPOSITORY,
-        env=script_environment(LOCK_SECONDS="0", **variables),
+        env=script_environment(**{"LOCK_SECONDS": "0", **variables}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -131,6 +131,9 @@ def test_a_run_has_one_launch_at_a_time_and_no_lock_outlives_its_holder(tmp_path
         holder.communicate(timeout=20)
         again = _locking(tmp_path, **first)
         assert again.communicate("\n", timeout=20) == ("locked\n", "")
+    wrong = _locking(tmp_path, LOCK_SECONDS="soon")
+    assert "LOCK_SECONDS is soon, a whole number of seconds" in wrong.communicate(timeout=20)[1]
+    assert wrong.returncode == 2
 
 
 def test_a_requeued_job_is_not_stopped_by_the_lock_of_its_own_last_start(tmp_path: Path) -> None:

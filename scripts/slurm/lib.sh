@@ -192,6 +192,7 @@ close_log() {
 lock_run() {
     local holder status=0 mine="process $$" wait_s=${LOCK_SECONDS:-2}
     [ -z "${SLURM_JOB_ID:-}" ] || { mine="job $(this_job)"; wait_s=${LOCK_SECONDS:-120}; }
+    [[ $wait_s =~ ^[0-9]+$ ]] || die "LOCK_SECONDS is $wait_s, a whole number of seconds is wanted"
     exec 9>>"$run/launch.lock"
     flock --timeout "$wait_s" --conflict-exit-code 75 9 || status=$?
     holder=$(head -n 1 "$run/launch.lock")
