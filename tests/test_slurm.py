@@ -147,7 +147,7 @@ def test_a_hung_run_leaves_the_stacks_of_all_ranks(hard_life: HardLife) -> None:
 
 
 def test_the_run_folder_keeps_what_a_rerun_needs(hard_life: HardLife) -> None:
-    assert "sbatch --nodes=2 " in (hard_life.folder / "rerun.sh").read_text()
+    assert " --nodes=2 " in (hard_life.folder / "rerun.sh").read_text()
     assert f"JobId={hard_life.job} " in (hard_life.folder / "snapshot" / "job.txt").read_text()
     assert "--train-iters" in (hard_life.folder / "flags.txt").read_text()
     assert "SLURM_JOB_ID=" in (hard_life.folder / "snapshot" / "environment.txt").read_text()
