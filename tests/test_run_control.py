@@ -348,18 +348,29 @@ def test_a_damaged_run_is_a_row_that_says_what_is_damaged_and_the_others_are_sho
 def test_a_reader_that_goes_away_ends_a_tool_quietly(run: RunFolder) -> None:
     folder = run.path.parent / os.fsdecode(b"not-\xff-utf8")
     run.path.rename(folder)
-    for command in (["runs.py", str(folder.parent), "--once"], ["recipe_flags.py", "scripts/recipes/tiny-gpt.yaml"]):
+    ablation = run.path.parent / "trial.yaml"
+    base = f"base: {ROOT}/scripts/recipes/tiny-gpt.yaml\nfolder: {run.path.parent}/runs\n"
+    ablation.write_text(f"{base}axes: {{streams: 1}}\nseeds: [1]\n")
+    for command in (
+        ["runs.py", str(folder.parent), "--once"],
+        ["recipe_flags.py", "scripts/recipes/tiny-gpt.yaml"],
+        ["ablate.py", "report", str(ablation)],
+    ):
         with subprocess.Popen(
             [sys.executable, f"tools/{command[0]}", *command[1:]],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            text=True,
         ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             process.stdout.close()
-            assert process.stderr.read() == b""
+            said = process.stderr.read()
         assert process.returncode == 1, command
+        for noise in ("Traceback", "Broken pipe", "Exception ignored"):
+            assert noise not in said, f"{command}: {said}"
+    assert (run.path.parent / "runs" / "report" / "report.md").exists(), "what was written before stays"
     shown = read_progress(folder)
     assert shown.name == "not-\\xff-utf8"
 
