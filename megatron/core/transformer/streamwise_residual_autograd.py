@@ -2,7 +2,7 @@
 
 Called by streamwise_residual_ops after its argument checks. What always holds: the backward is written by hand and
 differentiable once; it runs on the backend of its forward; only what a wanted gradient needs is saved, and for the
-fused write and read that is its inputs alone, never Y.
+fused write and read that is its inputs alone, never Y. With a norm it is, besides, one or two numbers per token, never z.
 
 Tensor names: n tokens, k streams, d branch width, p padded controller; x and y have shape [..., K*D], u and z [..., D].
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
 from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
+from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
 from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
 
 
@@ -41,25 +42,40 @@ class WriteOptions:
 
 
 class StreamwiseRead(torch.autograd.Function):
-    """z = sum_k f_k X_k, with f = sigmoid(controller) or f = controller."""
+    """z = sum_k f_k X_k, with f = sigmoid(controller) or f = controller; with a norm, norm(z)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, read_p: Tensor, num_streams: int, is_logit: bool, z_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        read_p: Tensor,
+        weight_d: Tensor | None,
+        bias_d: Tensor | None,
+        num_streams: int,
+        is_logit: bool,
+        z_dtype: torch.dtype,
+        norm: StreamNorm | None,
+    ) -> Tensor:
         operators = streamwise_operators(x.device)
-        read = Controller(read_p, num_streams, "read" if is_logit else "factor", _sum_dtype(x, read_p))
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, read_p)
-        ctx.operators, ctx.read, ctx.x_dtype = operators, read, x.dtype
-        return operators.read_forward(x, read, z_dtype)
+        sum_dtype = sum_dtype_of(x, read_p)
+        ctx.read = Controller(read_p, num_streams, "read" if is_logit else "factor", sum_dtype)
+        call = _norm_call(norm, sum_dtype)
+        z = operators.read_forward(x, ctx.read, z_dtype, call)
+        needs_x = ctx.needs_input_grad[1] or norm is not None  # a norm's input is computed from it again
+        ctx.save_for_backward(x if needs_x else None, read_p, weight_d, bias_d, *_statistics(call))
+        ctx.operators, ctx.norm, ctx.x_dtype = operators, norm, x.dtype
+        return z
 
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        x, _ = ctx.saved_tensors
+        x, _, _, _, mean_n, scale_n = ctx.saved_tensors
         operators: StreamwiseOperators = ctx.operators
+        call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
         grad_x, grad_read_p = operators.read_backward(
-            grad_z, x, ctx.read, ctx.x_dtype, wants_grad_x=ctx.needs_input_grad[0]
+            grad_z, x, ctx.read, ctx.x_dtype, wants_grad_x=ctx.needs_input_grad[0], norm=call
         )
-        return grad_x, grad_read_p, None, None, None
+        return _wanted(ctx, grad_x, grad_read_p, *_norm_gradients(call))
 
 
 class StreamwiseWrite(torch.autograd.Function):
@@ -77,7 +93,7 @@ class StreamwiseWrite(torch.autograd.Function):
         options: WriteOptions,
     ) -> Tensor:
         operators = streamwise_operators(x.device)
-        ctx.write, ctx.retention = options.controllers(_sum_dtype(x, u, write_p, retention_p), write_p, retention_p)
+        ctx.write, ctx.retention = options.controllers(sum_dtype_of(x, u, write_p, retention_p), write_p, retention_p)
         update = StreamwiseUpdate(u, u.dtype, bias_d, options.dropout, seed)
         needs_write, needs_retention = ctx.needs_input_grad[4:6]
         ctx.save_for_backward(
@@ -108,7 +124,7 @@ class StreamwiseWrite(torch.autograd.Function):
 
 
 class StreamwiseWriteRead(torch.autograd.Function):
-    """(Y, z): a write, and the read of the branch after it in the same pass over the stream."""
+    """(Y, z): a write, and the read of the branch after it in the same pass over the stream; with a norm, norm(z)."""
 
     @staticmethod
     def forward(
@@ -120,23 +136,30 @@ class StreamwiseWriteRead(torch.autograd.Function):
         write_p: Tensor,
         retention_p: Tensor | None,
         read_p: Tensor,
+        weight_d: Tensor | None,
+        norm_bias_d: Tensor | None,
         options: WriteOptions,
         z_dtype: torch.dtype,
+        norm: StreamNorm | None,
     ) -> tuple[Tensor, Tensor]:
         operators = streamwise_operators(x.device)
-        sum_dtype = _sum_dtype(x, u, write_p, retention_p, read_p)
+        sum_dtype = sum_dtype_of(x, u, write_p, retention_p, read_p)
         ctx.write, ctx.retention = options.controllers(sum_dtype, write_p, retention_p)
         ctx.read = Controller(read_p, options.num_streams, "read" if options.is_logit else "factor", sum_dtype)
-        ctx.save_for_backward(x, u, bias_d, seed, write_p, retention_p, read_p)
-        ctx.operators, ctx.options = operators, options
         update = StreamwiseUpdate(u, u.dtype, bias_d, options.dropout, seed)
-        return operators.write_read_forward(x, update, ctx.write, ctx.retention, ctx.read, z_dtype)
+        call = _norm_call(norm, sum_dtype)
+        y, z = operators.write_read_forward(x, update, ctx.write, ctx.retention, ctx.read, z_dtype, call)
+        parameters = (write_p, retention_p, read_p, weight_d, norm_bias_d)
+        ctx.save_for_backward(x, u, bias_d, seed, *parameters, *_statistics(call))
+        ctx.operators, ctx.options, ctx.norm = operators, options, norm
+        return y, z
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        x, u, bias_d, seed, _, _, _ = ctx.saved_tensors
+        x, u, bias_d, seed, _, _, _, _, _, mean_n, scale_n = ctx.saved_tensors
         operators: StreamwiseOperators = ctx.operators
+        call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
         found = operators.write_read_backward(
             grad_y,
             grad_z,
@@ -145,13 +168,32 @@ class StreamwiseWriteRead(torch.autograd.Function):
             ctx.write,
             ctx.retention,
             ctx.read,
+            call,
         )
         grad_bias_d = _bias_gradient(found.grad_u, bias_d) if ctx.needs_input_grad[2] else None
         controllers = (found.grad_write_p, found.grad_retention_p, found.grad_read_p)
-        gradients = (found.grad_x, found.grad_u, grad_bias_d, None, *controllers, None, None)
-        return tuple(
-            gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=True)
-        )
+        return _wanted(ctx, found.grad_x, found.grad_u, grad_bias_d, None, *controllers, *_norm_gradients(call))
+
+
+def _norm_call(
+    norm: StreamNorm | None, sum_dtype: torch.dtype, mean_n: Tensor | None = None, scale_n: Tensor | None = None
+) -> NormCall | None:
+    return None if norm is None else NormCall(norm, sum_dtype, mean_n, scale_n)
+
+
+def _statistics(call: NormCall | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if call is None else (call.mean_n, call.scale_n)
+
+
+def _norm_gradients(call: NormCall | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if call is None else call.gradients()
+
+
+def _wanted(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the first inputs, None where autograd wants none, and None for the inputs behind them."""
+    wanted = ctx.needs_input_grad
+    behind = (None,) * (len(wanted) - len(gradients))
+    return (*(found if is_wanted else None for found, is_wanted in zip(gradients, wanted, strict=False)), *behind)
 
 
 def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor) -> Tensor:
@@ -161,7 +203,8 @@ def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor) -> Tensor:
     return grad_u.view(-1, grad_u.shape[-1]).sum(0, dtype=wide).to(bias_d.dtype)
 
 
-def _sum_dtype(*inputs: Tensor | None) -> torch.dtype:
+def sum_dtype_of(*inputs: Tensor | None) -> torch.dtype:
+    """The dtype in which an operator with these inputs holds its sums: fp32, or fp64 as soon as one input is fp64."""
     is_double = any(x is not None and x.dtype is torch.float64 for x in inputs)
     return torch.float64 if is_double else torch.float32
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm
+
 _CONTROLLER_DTYPES = (torch.float32, torch.float64)
 
 
@@ -104,6 +106,20 @@ def check_dropout(probability: float) -> None:
         raise TypeError(f"dropout_probability must be a float, got {type(probability).__name__} ({probability!r}).")
     if not 0 <= probability <= 1:
         raise ValueError(f"dropout_probability must lie in [0, 1], got {probability}.")
+
+
+def check_norm(norm: StreamNorm | None, stream: Tensor, num_streams: int) -> None:
+    """Refuse anything but a norm over the width of a branch, with its parameters on the stream's device."""
+    if norm is None:
+        return
+    if not isinstance(norm, StreamNorm):
+        raise TypeError(f"norm must be a StreamNorm (stream_norm_of a module), got {type(norm).__name__}.")
+    width = stream.shape[-1] // num_streams
+    if norm.width != width:
+        raise ValueError(f"norm must be one over the branch width {width}, got one over {norm.width}.")
+    for name, parameter in (("weight_d", norm.weight_d), ("bias_d", norm.bias_d)):
+        if parameter is not None and parameter.device != stream.device:
+            raise ValueError(f"norm.{name} must be on the stream's device {stream.device}, got {parameter.device}.")
 
 
 def check_output_dtype(output_dtype: torch.dtype | None, hidden_states: Tensor) -> torch.dtype:

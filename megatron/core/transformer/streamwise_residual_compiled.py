@@ -29,20 +29,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer import streamwise_residual_kernels as eager
+from megatron.core.transformer.streamwise_residual_compiled_norm import CompiledNorm
+from megatron.core.transformer.streamwise_residual_norm import NormCall
 
 CACHE_VARIABLE = "MEGATRON_STREAMWISE_CACHE"
 SOURCE = Path(__file__).with_name("streamwise_residual_cpu.cpp")
-_HEADER = Path(__file__).with_name("streamwise_residual_vectors.h")
+_HEADERS = tuple(SOURCE.with_name(f"streamwise_residual_{name}.h") for name in ("norm", "vectors"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 TOKEN_BLOCK = 16  # of the C++ source: tokens per partial sum
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float64: "double"}
 _POINTERS = {  # arguments of each function behind n, k, d and the number of threads
-    "read_forward": 3,
-    "read_backward": 6,
+    "read_forward": 4,
+    "read_backward": 7,
     "write_backward": 10,
-    "write_read_forward": 7,
-    "write_read_backward": 13,
+    "write_read_forward": 8,
+    "write_read_backward": 14,
 }
 
 
@@ -79,7 +81,8 @@ def _cache_folder() -> Path:
 def _digest(compiler: str) -> str:
     """Names a build: source, compiler and its version, flags, CPU features."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), _HEADER.read_text(), compiler, version, *FLAGS, _cpu_features()]
+    sources = [path.read_text() for path in (SOURCE, *_HEADERS)]
+    parts = [*sources, compiler, version, *FLAGS, _cpu_features()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -125,17 +128,32 @@ class CompiledKernels:
         function.restype = None
         return function
 
-    def read_forward(self, x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype) -> Tensor:
+    def fuses_norm(self, stream: torch.dtype, branch: torch.dtype, held: torch.dtype) -> bool:
+        """Whether there are kernels for these dtypes of stream, branch and factors: all of them take a norm."""
+        return self._function("read_forward", stream, branch, held) is not None
+
+    def read_forward(
+        self, x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype, norm: NormCall | None = None
+    ) -> Tensor:
         n, k, d = x_nkd.shape
         call = self._function("read_forward", x_nkd.dtype, output_dtype, factor_k.dtype)
         if call is None:
+            assert norm is None
             return eager.read_forward(x_nkd, factor_k, output_dtype)
         z_nd = x_nkd.new_empty((n, d), dtype=output_dtype)
-        call(n, k, d, torch.get_num_threads(), x_nkd.data_ptr(), factor_k.data_ptr(), z_nd.data_ptr())
+        normed = None if norm is None else CompiledNorm.forward(norm, n)
+        call(n, k, d, torch.get_num_threads(), *map(_pointer, (x_nkd, factor_k, z_nd, normed)))
         return z_nd
 
     def read_backward(
-        self, grad_z_nd: Tensor, x_nkd: Tensor | None, factor_k: Tensor, x_dtype: torch.dtype, *, wants_grad_x: bool
+        self,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor | None,
+        factor_k: Tensor,
+        x_dtype: torch.dtype,
+        *,
+        wants_grad_x: bool,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         n, d = grad_z_nd.shape
         k = factor_k.shape[0]
@@ -145,9 +163,10 @@ class CompiledKernels:
         grad_x_nkd = grad_z_nd.new_empty((n, k, d), dtype=x_dtype) if wants_grad_x else None
         grad_factor_k = None if x_nkd is None else _sums(k)
         partial = _partial_sums(n, k)
+        normed = None if norm is None else CompiledNorm.backward(norm, token_blocks(n))
         call(
             *(n, k, d, torch.get_num_threads()),
-            *map(_pointer, (grad_z_nd, x_nkd, factor_k, grad_x_nkd, partial, grad_factor_k)),
+            *map(_pointer, (grad_z_nd, x_nkd, factor_k, grad_x_nkd, partial, grad_factor_k, normed)),
         )
         return grad_x_nkd, grad_factor_k
 
@@ -157,7 +176,7 @@ class CompiledKernels:
         if call is None:
             return eager.write_forward(x_nkd, u_nd, factor_k, retention_k)
         y_nkd = torch.empty_like(x_nkd)
-        pointers = map(_pointer, (x_nkd, u_nd, factor_k, retention_k, None, y_nkd, None))
+        pointers = map(_pointer, (x_nkd, u_nd, factor_k, retention_k, None, y_nkd, None, None))
         call(n, k, d, torch.get_num_threads(), *pointers)
         return y_nkd
 
@@ -195,6 +214,7 @@ class CompiledKernels:
         retention_k: Tensor | None,
         read_factor_k: Tensor,
         z_dtype: torch.dtype,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor]:
         n, k, d = x_nkd.shape
         call = None
@@ -202,9 +222,10 @@ class CompiledKernels:
             call = self._function("write_read_forward", x_nkd.dtype, z_dtype, write_factor_k.dtype)
         if call is None:
             y_nkd = self.write_forward(x_nkd, u_nd, write_factor_k, retention_k)
-            return y_nkd, self.read_forward(y_nkd, read_factor_k, z_dtype)
+            return y_nkd, self.read_forward(y_nkd, read_factor_k, z_dtype, norm)
         y_nkd, z_nd = torch.empty_like(x_nkd), torch.empty_like(u_nd)
-        pointers = map(_pointer, (x_nkd, u_nd, write_factor_k, retention_k, read_factor_k, y_nkd, z_nd))
+        normed = None if norm is None else CompiledNorm.forward(norm, n)
+        pointers = map(_pointer, (x_nkd, u_nd, write_factor_k, retention_k, read_factor_k, y_nkd, z_nd, normed))
         call(n, k, d, torch.get_num_threads(), *pointers)
         return y_nkd, z_nd
 
@@ -217,6 +238,7 @@ class CompiledKernels:
         write_factor_k: Tensor,
         retention_k: Tensor | None,
         read_factor_k: Tensor,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         n, k, d = x_nkd.shape
         call = None
@@ -224,14 +246,15 @@ class CompiledKernels:
             call = self._function("write_read_backward", x_nkd.dtype, u_nd.dtype, write_factor_k.dtype)
         if call is None:
             return self._separate_backward(
-                grad_y_nkd, grad_z_nd, x_nkd, u_nd, write_factor_k, retention_k, read_factor_k
+                grad_y_nkd, grad_z_nd, x_nkd, u_nd, write_factor_k, retention_k, read_factor_k, norm
             )
         grad_x_nkd, grad_u_nd = torch.empty_like(x_nkd), torch.empty_like(u_nd)
         grad_write_k, grad_read_k = _sums(k), _sums(k)
         grad_retention_k = None if retention_k is None else _sums(k)
         inputs = (grad_y_nkd, grad_z_nd, x_nkd, u_nd, write_factor_k, retention_k, read_factor_k)
         outputs = (grad_x_nkd, grad_u_nd, _partial_sums(n, 3 * k), grad_write_k, grad_retention_k, grad_read_k)
-        call(n, k, d, torch.get_num_threads(), *map(_pointer, inputs + outputs))
+        normed = None if norm is None else CompiledNorm.backward(norm, token_blocks(n))
+        call(n, k, d, torch.get_num_threads(), *map(_pointer, (*inputs, *outputs, normed)))
         return grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k
 
     def _separate_backward(
@@ -243,10 +266,13 @@ class CompiledKernels:
         write_factor_k: Tensor,
         retention_k: Tensor | None,
         read_factor_k: Tensor,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """write_read_backward by the backward of the read and then of the write, for dtypes without a kernel."""
         y_nkd = self.write_forward(x_nkd, u_nd, write_factor_k, retention_k)
-        grad_nkd, grad_read_k = self.read_backward(grad_z_nd, y_nkd, read_factor_k, x_nkd.dtype, wants_grad_x=True)
+        grad_nkd, grad_read_k = self.read_backward(
+            grad_z_nd, y_nkd, read_factor_k, x_nkd.dtype, wants_grad_x=True, norm=norm
+        )
         assert grad_nkd is not None
         assert grad_read_k is not None
         grad_nkd += grad_y_nkd
@@ -260,14 +286,19 @@ class CompiledKernels:
         return grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _pointer(x: Tensor | CompiledNorm | None) -> int | None:
+    return x.pointer() if isinstance(x, CompiledNorm) else None if x is None else x.data_ptr()
 
 
 def _sums(k: int) -> Tensor:
     return torch.empty(k, dtype=torch.float64)
 
 
+def token_blocks(n: int) -> int:
+    """Blocks of tokens that have partial sums."""
+    return (n + TOKEN_BLOCK - 1) // TOKEN_BLOCK
+
+
 def _partial_sums(n: int, k: int) -> Tensor:
     """Room for the sums of every block of tokens."""
-    return torch.empty(((n + TOKEN_BLOCK - 1) // TOKEN_BLOCK) * k, dtype=torch.float64)
+    return torch.empty(token_blocks(n) * k, dtype=torch.float64)

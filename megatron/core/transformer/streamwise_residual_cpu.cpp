@@ -1,7 +1,8 @@
 // CPU kernels of the streamwise residual operators: one pass over memory, one parallel region per call.
 //
 // Built and loaded by streamwise_residual_compiled.py (no PyTorch header is needed), called with raw pointers to
-// contiguous memory. Sums are held in float (double for double inputs) and rounded once, at the store.
+// contiguous memory. Sums are held in float (double for double inputs) and rounded once, at the store. With a norm
+// (streamwise_residual_norm.h; null for none) what a read returns is normed before it leaves the cache.
 //
 // What always holds: the arithmetic of a token does not depend on the number of tokens or threads, and the sums over
 // tokens are made over blocks of TOKEN_BLOCK tokens in a fixed order, so results are the same bits for any number of
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 
+#include "streamwise_residual_norm.h"
 #include "streamwise_residual_vectors.h"
 
 namespace {
@@ -85,20 +87,22 @@ inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *
 }
 
 template <class TX, class TU, class A>
-void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z) {
+void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z, const Norm<A> *norm) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t t = 0; t < n; t++)
+  for (int64_t t = 0; t < n; t++) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       read_block<false>(k, d, x + t * k * d + start, f, z + t * d + start, length);
     });
+    if (norm) norm_row(*norm, t, d, z + t * d);
+  }
 }
 
 // The write, and with f and z the read of what it stored: the same bits as the two calls.
 template <class TX, class TU, class A>
 void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, const A *w, const A *g,
-                        const A *f, TX *y, TU *z) {
+                        const A *f, TX *y, TU *z, const Norm<A> *norm) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t t = 0; t < n; t++)
+  for (int64_t t = 0; t < n; t++) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
       const A *update = in_accumulation_type(u + t * d + start, buffer, length);
@@ -106,6 +110,8 @@ void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *
       write_block(k, d, x + row, update, w, g, y + row, length);
       if (z) read_block<true>(k, d, y + row, f, z + t * d + start, length);
     });
+    if (norm) norm_row(*norm, t, d, z + t * d);
+  }
 }
 
 int64_t token_blocks(int64_t n) { return (n + TOKEN_BLOCK - 1) / TOKEN_BLOCK; }
@@ -129,6 +135,27 @@ void sum_blocks(int64_t n, int64_t count, const double *partial, int64_t first, 
     for (int64_t s = 0; s < k; s++) result[s] += partial[b * count + first + s];
 }
 
+// The gradient of token t's read from that of its norm, grad; read(z) computes again what was normed. The result is
+// valid until this thread's next call.
+template <class TU, class A, class Read>
+const A *norm_backward(const Norm<A> &norm, int64_t t, int64_t d, const TU *grad, Read read) {
+  TU *z = scratch<0, TU>(d);
+  A *grad_z = scratch<1, A>(d), *sums = norm.partial + (t / TOKEN_BLOCK) * norm.sums() * d;
+  if (t % TOKEN_BLOCK == 0) std::memset(sums, 0, norm.sums() * d * sizeof(A));
+  read(z);
+  (norm.is_layer_norm ? norm_backward_row<true, A, TU> : norm_backward_row<false, A, TU>)(norm, t, d, grad + t * d, z,
+                                                                                          sums, grad_z);
+  return grad_z;
+}
+
+// The second level of the sums of a norm's gradients
+template <class A>
+void finish_norm(const Norm<A> &norm, int64_t n, int64_t d, int threads) {
+  const int64_t stride = norm.sums() * d;
+  sum_columns(token_blocks(n), stride, d, threads, norm.partial, norm.grad_weight);
+  if (norm.is_layer_norm) sum_columns(token_blocks(n), stride, d, threads, norm.partial + d, norm.grad_bias);
+}
+
 // In the rows of all backwards, loads come before stores: rows are often a multiple of 4 KiB apart, and a load waits
 // for an earlier store to an address with the same last 12 bits.
 
@@ -147,14 +174,21 @@ inline A read_backward_row(const A *grad_z, const TX *x, A f, TX *grad_x, int64_
   return HAS_F ? total<A>(product[0] + product[1]) : A(0);
 }
 
-// grad_x = f_k grad_z, grad_f = sum X_k grad_z. Either may be null, x too where grad_f is. partial is [blocks, k].
+// grad_x = f_k grad_z, grad_f = sum X_k grad_z. Either may be null, x too where grad_f is. partial is [blocks, k]. With
+// a norm grad_z is the gradient of what was normed, and x is there.
 template <class TX, class TU, class A>
 void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, const A *f, TX *grad_x,
-                   double *partial, double *grad_f) {
-  for_tokens_with_sums(n, k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sum_f) {
+                   double *partial, double *grad_f, const Norm<A> *norm) {
+  threads = threads_for(n * k * d, threads);
+  for_tokens_with_sums(n, k, threads, partial, [&](int64_t t, double *sum_f) {
+    const A *of_norm = !norm ? nullptr : norm_backward(*norm, t, d, grad_z, [&](TU *z) {
+      for_blocks(d, [&](int64_t start, int64_t length) {
+        read_block<false>(k, d, x + t * k * d + start, f, z + start, length);
+      });
+    });
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
-      const A *grad = in_accumulation_type(grad_z + t * d + start, buffer, length);
+      const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         if (grad_x && grad_f)
@@ -167,6 +201,7 @@ void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_
     });
   });
   sum_blocks(n, k, partial, 0, k, grad_f);
+  if (norm) finish_norm(*norm, n, d, threads);
 }
 
 // One row of a write's backward: sum_u += w grad_y, grad_x = g grad_y, and the products of u and x with grad_y, added
@@ -248,17 +283,28 @@ inline void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX 
   *sum_f += total<A>(product_f[0] + product_f[1]);
 }
 
-// All gradients of a write and read; g and grad_g are null without retention. partial is [blocks, 3, k].
+// All gradients of a write and read; g and grad_g are null without retention. partial is [blocks, 3, k]. With a norm
+// grad_z is the gradient of what was normed.
 template <class TX, class TU, class A>
 void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x,
                          const TU *u, const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial,
-                         double *grad_w, double *grad_g, double *grad_f) {
-  for_tokens_with_sums(n, 3 * k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sums) {
+                         double *grad_w, double *grad_g, double *grad_f, const Norm<A> *norm) {
+  threads = threads_for(n * k * d, threads);
+  for_tokens_with_sums(n, 3 * k, threads, partial, [&](int64_t t, double *sums) {
+    const A *of_norm = !norm ? nullptr : norm_backward(*norm, t, d, grad_z, [&](TU *z) {
+      TX *y = scratch<2, TX>(k * d);
+      for_blocks(d, [&](int64_t start, int64_t length) {
+        A buffer[WIDTH_BLOCK];
+        const A *update = in_accumulation_type(u + t * d + start, buffer, length);
+        write_block(k, d, x + t * k * d + start, update, w, g, y + start, length);
+        read_block<true>(k, d, y + start, f, z + start, length);
+      });
+    });
     for_blocks(d, [&](int64_t start, int64_t length) {
       A update_buffer[WIDTH_BLOCK], grad_buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       std::memset(sum_u, 0, length * sizeof(A));
       const A *update = in_accumulation_type(u + t * d + start, update_buffer, length);
-      const A *grad = in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
+      const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         (g ? write_read_backward_row<true, A, TX> : write_read_backward_row<false, A, TX>)(
@@ -271,18 +317,20 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
   sum_blocks(n, 3 * k, partial, 0, k, grad_w);
   sum_blocks(n, 3 * k, partial, k, k, grad_g);
   sum_blocks(n, 3 * k, partial, 2 * k, k, grad_f);
+  if (norm) finish_norm(*norm, n, d, threads);
 }
 
 }  // namespace
 
 #define STREAMWISE_KERNELS(SUFFIX, TX, TU, A)                                                                        \
-  extern "C" void read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f,       \
-                                        TU *z) {                                                                     \
-    read_forward(n, k, d, threads, x, f, z);                                                                         \
+  extern "C" void read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z,\
+                                        const Norm<A> *norm) {                                                       \
+    read_forward(n, k, d, threads, x, f, z, norm);                                                                   \
   }                                                                                                                  \
   extern "C" void read_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z,             \
-                                         const TX *x, const A *f, TX *grad_x, double *partial, double *grad_f) {     \
-    read_backward(n, k, d, threads, grad_z, x, f, grad_x, partial, grad_f);                                          \
+                                         const TX *x, const A *f, TX *grad_x, double *partial, double *grad_f,       \
+                                         const Norm<A> *norm) {                                                      \
+    read_backward(n, k, d, threads, grad_z, x, f, grad_x, partial, grad_f, norm);                                    \
   }                                                                                                                  \
   extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,            \
                                           const TX *x, const TU *u, const A *w, const A *g, TX *grad_x, TU *grad_u,  \
@@ -290,15 +338,16 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
     write_backward(n, k, d, threads, grad_y, x, u, w, g, grad_x, grad_u, partial, grad_w, grad_g);                   \
   }                                                                                                                  \
   extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x,             \
-                                              const TU *u, const A *w, const A *g, const A *f, TX *y, TU *z) {       \
-    write_read_forward(n, k, d, threads, x, u, w, g, f, y, z);                                                       \
+                                              const TU *u, const A *w, const A *g, const A *f, TX *y, TU *z,         \
+                                              const Norm<A> *norm) {                                                 \
+    write_read_forward(n, k, d, threads, x, u, w, g, f, y, z, norm);                                                 \
   }                                                                                                                  \
   extern "C" void write_read_backward_##SUFFIX(                                                                      \
       int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,    \
       const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial, double *grad_w, double *grad_g,   \
-      double *grad_f) {                                                                                              \
+      double *grad_f, const Norm<A> *norm) {                                                                         \
     write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, w, g, f, grad_x, grad_u, partial, grad_w, grad_g,    \
-                        grad_f);                                                                                     \
+                        grad_f, norm);                                                                               \
   }
 
 STREAMWISE_KERNELS(float_float, float, float, float)

@@ -5,7 +5,7 @@
 
 Chosen by streamwise_residual_backends. It brings tensors of any shape to contiguous [n, K, D] and [n, D], turns
 controllers into factors and gradients of factors into gradients of controllers, and composes the fused write and read
-of a backend that brings none from its separate kernels.
+of a backend that brings none from its separate kernels. A norm behind a read is the kernels' own affair.
 
 What always holds: the composed write and read gives the bits of the two operators one after the other, forward and
 backward, and keeps nothing for its backward that a fused one does not keep: Y is computed again there.
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.streamwise_residual_controllers import Controller
+from megatron.core.transformer.streamwise_residual_norm import NormCall
 from megatron.core.transformer.streamwise_residual_protocol import (
     FusedStreamwiseKernels,
+    NormingStreamwiseKernels,
     StreamwiseKernels,
     StreamwiseUpdate,
     WriteGradients,
@@ -42,18 +44,45 @@ class FactorOperators:
         self._kernels = kernels
         fused = cast(FusedStreamwiseKernels, kernels) if hasattr(kernels, "write_read_forward") else None
         self._fused: FusedStreamwiseKernels | None = fused
+        norming = cast(NormingStreamwiseKernels, kernels) if hasattr(kernels, "fuses_norm") else None
+        self._norming: NormingStreamwiseKernels | None = norming
 
     def paths(self) -> dict[str, str]:
         """How each operator runs, for the log."""
-        fused = "in one pass" if self._fused is not None else "one after the other"
-        return {"read": self.name, "write": self.name, "write and read": fused, "bias and dropout": "PyTorch"}
+        one, other = "in one pass", "one after the other"
+        return {
+            "read": self.name,
+            "write": self.name,
+            "write and read": one if self._fused is not None else other,
+            "read and norm": one if self._norming is not None else other,
+            "bias and dropout": "PyTorch",
+        }
 
-    def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
-        z_nd = self._kernels.read_forward(_as_streams(x, read.num_streams), read.factors(), z_dtype)
+    def fuses_norm(
+        self, width: int, stream_dtype: torch.dtype, branch_dtype: torch.dtype, sum_dtype: torch.dtype
+    ) -> bool:
+        del width  # a row of any width stays in cache
+        return self._norming is not None and self._norming.fuses_norm(stream_dtype, branch_dtype, sum_dtype)
+
+    def _taking(self, norm: NormCall | None) -> dict[str, NormCall]:
+        """The norm as a keyword of kernels that take one; nothing for others, which are never given any."""
+        assert norm is None or self._norming is not None
+        return {} if norm is None else {"norm": norm}
+
+    def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
+        x_nkd = _as_streams(x, read.num_streams)
+        z_nd = self._kernels.read_forward(x_nkd, read.factors(), z_dtype, **self._taking(norm))
         return _shaped(z_nd, (*x.shape[:-1], z_nd.shape[-1]))
 
     def read_backward(
-        self, grad_z: Tensor, x: Tensor | None, read: Controller, x_dtype: torch.dtype, *, wants_grad_x: bool
+        self,
+        grad_z: Tensor,
+        x: Tensor | None,
+        read: Controller,
+        x_dtype: torch.dtype,
+        *,
+        wants_grad_x: bool,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         grad_x_nkd, grad_factor_k = self._kernels.read_backward(
             _as_tokens(grad_z),
@@ -61,6 +90,7 @@ class FactorOperators:
             read.factors(),
             x_dtype,
             wants_grad_x=wants_grad_x,
+            **self._taking(norm),
         )
         grad_x = None if grad_x_nkd is None else _as_wide(grad_x_nkd, grad_z)
         return grad_x, None if grad_factor_k is None else read.gradient(grad_factor_k)
@@ -115,16 +145,17 @@ class FactorOperators:
         retention: Controller | None,
         read: Controller,
         z_dtype: torch.dtype,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_nkd, u_nd = _as_streams(x, write.num_streams), _as_tokens(update.tensor())
         retention_k = None if retention is None else retention.factors()
         if self._fused is not None:
             y_nkd, z_nd = self._fused.write_read_forward(
-                x_nkd, u_nd, write.factors(), retention_k, read.factors(), z_dtype
+                x_nkd, u_nd, write.factors(), retention_k, read.factors(), z_dtype, **self._taking(norm)
             )
         else:
             y_nkd = self._kernels.write_forward(x_nkd, u_nd, write.factors(), retention_k)
-            z_nd = self._kernels.read_forward(y_nkd, read.factors(), z_dtype)
+            z_nd = self._kernels.read_forward(y_nkd, read.factors(), z_dtype, **self._taking(norm))
         return _shaped(y_nkd, x.shape), _shaped(z_nd, update.tensor().shape)
 
     def write_read_backward(
@@ -136,13 +167,14 @@ class FactorOperators:
         write: Controller,
         retention: Controller | None,
         read: Controller,
+        norm: NormCall | None = None,
     ) -> WriteReadGradients:
         u = update.tensor()
         grad_y_nkd, x_nkd = _as_streams(grad_y, write.num_streams), _as_streams(x, write.num_streams)
         controllers = (write.factors(), None if retention is None else retention.factors(), read.factors())
         backward = self._compose_backward if self._fused is None else self._fused.write_read_backward
         grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k = backward(
-            grad_y_nkd, _as_tokens(grad_z), x_nkd, _as_tokens(u), *controllers
+            grad_y_nkd, _as_tokens(grad_z), x_nkd, _as_tokens(u), *controllers, **self._taking(norm)
         )
         return WriteReadGradients(
             grad_x_nkd.view(x.shape),

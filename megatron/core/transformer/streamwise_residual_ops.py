@@ -5,6 +5,7 @@
     z = streamwise_read(x, read_factors)                                    # the same, given the factors themselves
     y = streamwise_writeback(x, u, write_factors, retention_factors=g)      # Y_k = g_k X_k + w_k u
     y, z = streamwise_sigmoid_write_read(x, u, write_logits, read_logits, num_streams)     # a write and the next read
+    n = streamwise_sigmoid_read(x, read_logits, num_streams, norm=stream_norm_of(module))  # a read and its norm
 
 The last dimension of a wide stream is stream-major: stream k is the slice [k*D, (k+1)*D). Equations: wide_residual.py.
 
@@ -12,6 +13,8 @@ What always holds:
 - Sums are accumulated in fp32 (fp64 as soon as one input is fp64) and rounded once, at the store.
 - No temporary of K*D elements per token is made beyond the result itself. A non-contiguous input may be an exception:
   it is made contiguous first. So is the backward of a fused write and read where the backend brings none of its own.
+- A norm sees z rounded to its dtype, as it does behind the read; it is fused with it or runs after it by the backend,
+  the dtypes and the width (streamwise_residual_norm). Fused, what the backward passes to the read is not rounded.
 - Bias and dropout of a write come before it, with one mask for all streams. The mask is drawn from PyTorch's generator
   of the device at the call, so a call repeated under the same generator state drops the same elements.
 - The backward is written by hand and differentiable once. Without retention the gradient of a write's residual stream
@@ -34,6 +37,7 @@ from megatron.core.transformer.streamwise_residual_autograd import (
     StreamwiseWrite,
     StreamwiseWriteRead,
     WriteOptions,
+    sum_dtype_of,
 )
 from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
 from megatron.core.transformer.streamwise_residual_checks import (
@@ -42,6 +46,7 @@ from megatron.core.transformer.streamwise_residual_checks import (
     check_controller,
     check_dropout,
     check_max_forget,
+    check_norm,
     check_num_streams,
     check_output_dtype,
     check_wide_stream,
@@ -51,11 +56,13 @@ from megatron.core.transformer.streamwise_residual_controllers import (
     sigmoid_retention_factors,
     sigmoid_write_factors,
 )
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm, stream_norm_of
 
 __all__ = [
     "sigmoid_read_factors",
     "sigmoid_retention_factors",
     "sigmoid_write_factors",
+    "stream_norm_of",
     "streamwise_read",
     "streamwise_sigmoid_read",
     "streamwise_sigmoid_write_read",
@@ -65,7 +72,12 @@ __all__ = [
 
 
 def streamwise_sigmoid_read(
-    hidden_states: Tensor, read_logits: Tensor, num_streams: int, *, output_dtype: torch.dtype | None = None
+    hidden_states: Tensor,
+    read_logits: Tensor,
+    num_streams: int,
+    *,
+    output_dtype: torch.dtype | None = None,
+    norm: StreamNorm | None = None,
 ) -> Tensor:
     """Mix the streams of `hidden_states` into one branch input: z = sum_k sigmoid(r_k) X_k.
 
@@ -73,7 +85,8 @@ def streamwise_sigmoid_read(
         hidden_states: [..., K*D], any floating dtype.
         read_logits: [p] with p >= K, fp32 or fp64. Only the first K are active; the gradient of the rest is exactly 0.
         num_streams: K >= 1.
-        output_dtype: dtype of the result, by default that of `hidden_states`; the cast is part of the one rounding.
+        output_dtype: dtype of z, by default that of `hidden_states`; the cast is part of the one rounding.
+        norm: makes the result norm(z).
 
     Returns: [..., D].
     Raises: TypeError, ValueError: an argument of the wrong kind, shape, dtype or device; the message names it.
@@ -81,8 +94,11 @@ def streamwise_sigmoid_read(
     check_num_streams(num_streams)
     check_wide_stream("hidden_states", hidden_states, num_streams)
     check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
+    check_norm(norm, hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return _run(StreamwiseRead, hidden_states, read_logits, num_streams, True, dtype)
+    fused, after = _split_norm(norm, dtype, hidden_states, read_logits)
+    z: Tensor = _run(StreamwiseRead, hidden_states, read_logits, *_parameters(fused), num_streams, True, dtype, fused)
+    return z if after is None else after(z)
 
 
 def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -100,7 +116,7 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     num_streams = read_factors.shape[0]
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return _run(StreamwiseRead, hidden_states, read_factors, num_streams, False, dtype)
+    return _run(StreamwiseRead, hidden_states, read_factors, None, None, num_streams, False, dtype, None)
 
 
 def streamwise_sigmoid_writeback(
@@ -149,13 +165,14 @@ def streamwise_sigmoid_write_read(
     bias: Tensor | None = None,
     dropout_probability: float = 0.0,
     output_dtype: torch.dtype | None = None,
+    norm: StreamNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write a branch update into every stream and read the next branch's input in the same pass over the stream.
 
     Y_k = g_k X_k + 2 sigmoid(s_k) u as streamwise_sigmoid_writeback, z = sum_k sigmoid(r_k) Y_k of the rounded Y as
     streamwise_sigmoid_read, bit-equal to the two calls. Y is not kept for the backward, which computes it again.
 
-    Args: as the two operators; `output_dtype` is that of z.
+    Args: as the two operators; `output_dtype` is that of z, and a norm makes it norm(z).
     Returns: Y [..., K*D] in the dtype of `residual_stream`, z [..., D].
     Raises: TypeError, ValueError: an argument of the wrong kind, shape, dtype or device; the message names it.
     """
@@ -163,21 +180,15 @@ def streamwise_sigmoid_write_read(
         residual_stream, branch_update, write_logits, num_streams, retention_logits, retention_max_forget
     )
     check_controller("read_logits", read_logits, residual_stream, at_least=num_streams)
+    check_norm(norm, residual_stream, num_streams)
     dtype = check_output_dtype(output_dtype, residual_stream)
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
     update, bias, seed = _prepare_update(residual_stream, branch_update, bias, dropout_probability)
-    return _run(
-        StreamwiseWriteRead,
-        residual_stream,
-        update,
-        bias,
-        seed,
-        write_logits,
-        retention_logits,
-        read_logits,
-        options,
-        dtype,
-    )
+    controllers = (write_logits, retention_logits, read_logits)
+    fused, after = _split_norm(norm, dtype, residual_stream, update, *controllers)
+    tensors = (residual_stream, update, bias, seed, *controllers, *_parameters(fused))
+    y, z = _run(StreamwiseWriteRead, *tensors, options, dtype, fused)
+    return y, z if after is None else after(z)
 
 
 def streamwise_writeback(
@@ -202,6 +213,22 @@ def streamwise_writeback(
         check_controller("retention_factors", retention_factors, residual_stream, exactly=num_streams)
     options = WriteOptions(num_streams, False)
     return _run(StreamwiseWrite, residual_stream, branch_update, None, None, write_factors, retention_factors, options)
+
+
+def _split_norm(
+    norm: StreamNorm | None, branch_dtype: torch.dtype, stream: Tensor, *others: Tensor | None
+) -> tuple[StreamNorm | None, StreamNorm | None]:
+    """(the norm where the backend fuses it, the norm where it runs after the operator)."""
+    if norm is None:
+        return None, None
+    dtypes = (stream.dtype, branch_dtype, sum_dtype_of(stream, *others))
+    fuses = norm.takes(branch_dtype) and streamwise_operators(stream.device).fuses_norm(norm.width, *dtypes)
+    return (norm, None) if fuses else (None, norm)
+
+
+def _parameters(norm: StreamNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    """What autograd must see of a fused norm."""
+    return (None, None) if norm is None else (norm.weight_d, norm.bias_d)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -2,7 +2,8 @@
 
 - StreamwiseKernels: functions of contiguous tensors and factors (eager, compiled). FactorOperators
   (streamwise_residual_factor_operators) makes operators of them. `write_read_forward` and `write_read_backward` are
-  optional: FusedStreamwiseKernels has them; otherwise the separate kernels are composed.
+  optional: FusedStreamwiseKernels has them; otherwise the separate kernels are composed. NormingStreamwiseKernels also
+  norm what a read returns; otherwise the norm runs after the operator.
 - StreamwiseOperators: whole operators on tensors of any shape and controllers (triton, which forms the sigmoids in
   registers).
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.streamwise_residual_controllers import Controller
+from megatron.core.transformer.streamwise_residual_norm import NormCall
 
 
 class StreamwiseKernels(Protocol):
@@ -92,6 +94,59 @@ class FusedStreamwiseKernels(StreamwiseKernels, Protocol):
         """
 
 
+class NormingStreamwiseKernels(FusedStreamwiseKernels, Protocol):
+    """FusedStreamwiseKernels whose reads take the norm behind them, where `fuses_norm`.
+
+    z is then norm(z) of z as it would have been stored, and gZ the gradient of that. A forward sets the call's
+    statistics; a backward, which is given the stream, computes z again and sets the call's gradients.
+    """
+
+    def fuses_norm(self, stream: torch.dtype, branch: torch.dtype, held: torch.dtype) -> bool:
+        """Whether a norm is taken beside these dtypes of stream, z and factors."""
+
+    def read_forward(
+        self, x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype, norm: NormCall | None = None
+    ) -> Tensor:
+        """As StreamwiseKernels."""
+
+    def read_backward(
+        self,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor | None,
+        factor_k: Tensor,
+        x_dtype: torch.dtype,
+        *,
+        wants_grad_x: bool,
+        norm: NormCall | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As StreamwiseKernels."""
+
+    def write_read_forward(
+        self,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+        z_dtype: torch.dtype,
+        norm: NormCall | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As FusedStreamwiseKernels."""
+
+    def write_read_backward(
+        self,
+        grad_y_nkd: Tensor,
+        grad_z_nd: Tensor,
+        x_nkd: Tensor,
+        u_nd: Tensor,
+        write_factor_k: Tensor,
+        retention_k: Tensor | None,
+        read_factor_k: Tensor,
+        norm: NormCall | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """As FusedStreamwiseKernels."""
+
+
 @dataclass(frozen=True)
 class StreamwiseUpdate:
     """What a write adds: u, or dropout(u + bias) with one mask for all streams where the backend fuses that.
@@ -136,7 +191,11 @@ class WriteReadGradients(NamedTuple):
 
 
 class StreamwiseOperators(Protocol):
-    """Whole operators. Every tensor may have any strides."""
+    """Whole operators. Every tensor may have any strides.
+
+    With a norm, given only where `fuses_norm`, z is norm(z) of z as it would have been stored, and gZ the gradient of
+    that; a forward sets the call's statistics, a backward its gradients.
+    """
 
     name: str
     fuses_update: bool
@@ -147,13 +206,25 @@ class StreamwiseOperators(Protocol):
     def paths(self) -> dict[str, str]:
         """How each operator runs, for the log: "one kernel", "composed", ..."""
 
-    def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype) -> Tensor:
+    def fuses_norm(
+        self, width: int, stream_dtype: torch.dtype, branch_dtype: torch.dtype, sum_dtype: torch.dtype
+    ) -> bool:
+        """Whether reads of this width and these dtypes of stream, z and sums take a norm."""
+
+    def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
         """z = sum_k f_k X_k."""
 
     def read_backward(
-        self, grad_z: Tensor, x: Tensor | None, read: Controller, x_dtype: torch.dtype, *, wants_grad_x: bool
+        self,
+        grad_z: Tensor,
+        x: Tensor | None,
+        read: Controller,
+        x_dtype: torch.dtype,
+        *,
+        wants_grad_x: bool,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dX in x_dtype where wanted, gradient of the controller where x is given)."""
+        """(dX in x_dtype where wanted, gradient of the controller where x is given); a norm's backward needs x."""
 
     def write_forward(
         self, x: Tensor, update: StreamwiseUpdate, write: Controller, retention: Controller | None
@@ -181,6 +252,7 @@ class StreamwiseOperators(Protocol):
         retention: Controller | None,
         read: Controller,
         z_dtype: torch.dtype,
+        norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(Y, z = sum_k r_k Y_k)."""
 
@@ -193,5 +265,6 @@ class StreamwiseOperators(Protocol):
         write: Controller,
         retention: Controller | None,
         read: Controller,
+        norm: NormCall | None = None,
     ) -> WriteReadGradients:
         """All gradients of both, Y computed again."""
