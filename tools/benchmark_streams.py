@@ -20,6 +20,8 @@ Bytes moved per token, in units of D elements (K streams):
       with retention    3K + 2  reads gY, u, X; writes du, dX
     write_read  forward 2K + 2  reads X, u; writes Y, z
     write_read backward 3K + 3  reads gY, gZ, X, u; writes dX, du
+      with a norm as without    --norm: "read RMSNorm" is one operation, "read then RMSNorm" the read and the module,
+      then a norm   + 2, + 3    which reads z, writes n; reads gN, z, writes gZ. `x apart`: how many times as fast
     step           both 9K + 5  a read, an identity branch and a write, forward and backward
 
 Backends: naive is the einsum and broadcast formula, inductor the same under torch.compile, the others are those of
@@ -82,6 +84,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shape.add_argument("--tokens", type=positive, nargs="+", default=[4096], metavar="N", help="tokens per call")
     shape.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["fp32", "bf16"], help="dtypes of X and u")
     shape.add_argument("--retention", action="store_true", help="also measure the write with learned retention")
+    shape.add_argument(
+        "--norm",
+        nargs="+",
+        choices=("LayerNorm", "RMSNorm"),
+        default=[],
+        help="also measure reads with this norm behind them, in one operation and apart",
+    )
     shape.add_argument(
         "--backend",
         nargs="+",
@@ -148,11 +157,11 @@ def measure(
 ) -> tuple[float, list[dict[str, Any]]]:
     """Copy bandwidth in bytes per second, and one record per case."""
     import torch
-    from stream_cases import operator_cases, step_cases
+    from stream_cases import THEN, operator_cases, step_cases
 
     source = torch.ones((shape.tokens, shape.num_streams * shape.hidden_size), dtype=shape.dtype, device=shape.device)
     target = torch.empty_like(source)
-    cases = list(operator_cases(shape, backends, retention=args.retention))
+    cases = list(operator_cases(shape, backends, retention=args.retention, norms=tuple(dict.fromkeys(args.norm))))
     if not args.no_steps:
         cases += step_cases(shape, backends, package=package)
     named = {f"{case.op} {case.direction} {case.backend} {case.retention}": case for case in cases}
@@ -172,6 +181,9 @@ def measure(
             if (other.op, other.direction, other.retention) == (case.op, case.direction, case.retention)
             and other_name != name
         }
+        apart = f"{case.op.replace(' ', THEN)} {case.direction} {case.backend} {case.retention}"
+        if apart in named and apart != name and THEN not in case.op:
+            record["speedup_over"]["apart"] = statistics.median(over(seconds[apart], seconds[name]))
     return statistics.median(rates), records
 
 
@@ -198,7 +210,7 @@ def make_report(args: argparse.Namespace, rates: dict[str, float], records: list
     import torch
 
     where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
-    baselines = [name for name in ("naive", "inductor") if any(name in r["speedup_over"] for r in records)]
+    baselines = [name for name in ("naive", "inductor", "apart") if any(name in r["speedup_over"] for r in records)]
     others = list(dict.fromkeys(r["backend"] for r in records if r["backend"].startswith(PACKAGE)))
     columns = [Column(name) for name in ("dtype", "K", "D", "tokens", "operator", "direction", "backend")]
     columns += [Column(name, right=True) for name in ("of copy", "middle half", "ms")]

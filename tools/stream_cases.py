@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron.core.transformer.streamwise_residual_backends import BACKEND_VARIABLE
 from megatron.core.transformer.streamwise_residual_ops import (
+    stream_norm_of,
     streamwise_sigmoid_read,
     streamwise_sigmoid_write_read,
     streamwise_sigmoid_writeback,
@@ -36,6 +37,8 @@ from megatron.core.transformer.streamwise_residual_ops import (
 NAIVE, INDUCTOR = "naive", "inductor"
 PLAIN = (NAIVE, INDUCTOR)  # formulas as one writes them down, in eager mode and under torch.compile
 MAX_FORGET = 0.1
+NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+THEN = " then "  # in the name of an operation whose norm runs after it
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,22 @@ class Operators:
             return self._plain(_naive_write_read)(x, u, write_logits, read_logits, self.num_streams)
         return streamwise_sigmoid_write_read(x, u, write_logits, read_logits, self.num_streams)
 
+    def read_norm(self, x: Tensor, logits: Tensor, norm: torch.nn.Module) -> Tensor:
+        """[n, k d] -> [n, d], normed; in one operation where the backend has one."""
+        if self.backend in PLAIN:
+            return self._plain(_naive_read_norm)(x, logits, self.num_streams, norm)
+        return streamwise_sigmoid_read(x, logits, self.num_streams, norm=stream_norm_of(norm))
+
+    def write_read_norm(
+        self, x: Tensor, u: Tensor, write_logits: Tensor, read_logits: Tensor, norm: torch.nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """[n, k d], [n, d] -> [n, k d], [n, d], the second normed; in one operation where the backend has one."""
+        if self.backend in PLAIN:
+            return self._plain(_naive_write_read_norm)(x, u, write_logits, read_logits, self.num_streams, norm)
+        return streamwise_sigmoid_write_read(
+            x, u, write_logits, read_logits, self.num_streams, norm=stream_norm_of(norm)
+        )
+
     def step(self, x: Tensor, read_logits: Tensor, write_logits: Tensor) -> Tensor:
         """A residual connection around an identity branch: [n, k d] -> [n, k d]."""
         if self.backend in PLAIN:
@@ -138,6 +157,17 @@ class Operators:
 def _naive_write_read(x: Tensor, u: Tensor, write_logits: Tensor, read_logits: Tensor, num_streams: int) -> Any:
     y = naive_write(x, u, write_logits, num_streams, None)
     return y, naive_read(y, read_logits, num_streams)
+
+
+def _naive_read_norm(x: Tensor, logits: Tensor, num_streams: int, norm: torch.nn.Module) -> Any:
+    return norm(naive_read(x, logits, num_streams))
+
+
+def _naive_write_read_norm(
+    x: Tensor, u: Tensor, write_logits: Tensor, read_logits: Tensor, num_streams: int, norm: torch.nn.Module
+) -> Any:
+    y, z = _naive_write_read(x, u, write_logits, read_logits, num_streams)
+    return y, norm(z)
 
 
 def _naive_step(x: Tensor, read_logits: Tensor, write_logits: Tensor, num_streams: int) -> Tensor:
@@ -168,8 +198,10 @@ def _inputs(shape: Shape) -> tuple[Tensor, Tensor, list[Tensor]]:
     return x, u, [random(max(128, k)) for _ in range(3)]
 
 
-def operator_cases(shape: Shape, backends: list[str], *, retention: bool) -> Iterator[Case]:
-    """Every operator, direction and backend, on one set of inputs."""
+def operator_cases(
+    shape: Shape, backends: list[str], *, retention: bool, norms: tuple[str, ...] = ()
+) -> Iterator[Case]:
+    """Every operator, direction and backend, on one set of inputs; reads also with these norms behind them."""
     k, unit = shape.num_streams, shape.unit
     x, u, (r, s, q) = _inputs(shape)
     for backend in backends:
@@ -182,6 +214,32 @@ def operator_cases(shape: Shape, backends: list[str], *, retention: bool) -> Ite
             yield from _both("write", backend, True, scaled, [x, u, s, q], moved)
         fused, moved = partial(ops.write_read, x, u, s, r), ((2 * k + 2) * unit, (3 * k + 3) * unit)
         yield from _both("write_read", backend, False, fused, [x, u, s, r], moved)
+        for name in norms:
+            yield from _norm_cases(shape, ops, name, (x, u, r, s))
+
+
+def _norm_cases(shape: Shape, ops: Operators, name: str, inputs: tuple[Tensor, ...]) -> Iterator[Case]:
+    """A read, and a write and read, with a norm behind: as one operation, and with the module after the operator."""
+    x, u, r, s = inputs
+    k, unit, backend = shape.num_streams, shape.unit, ops.backend
+    norm = NORMS[name](shape.hidden_size, eps=1e-5).to(shape.device, shape.dtype)
+    both, all_inputs = [x, r, *norm.parameters()], [x, u, s, r, *norm.parameters()]
+
+    def apart(call: Callable[..., Any], *arguments: Tensor) -> Any:
+        *y, z = call(*arguments) if call == ops.write_read else [call(*arguments)]
+        return (*y, norm(z))
+
+    # apart, the norm reads z and writes n, and its backward reads gN and z and writes gZ
+    for op, call, arguments, used, moved in (
+        ("read", ops.read, (x, r), both, (k + 1, 2 * k + 1)),
+        ("write_read", ops.write_read, (x, u, s, r), all_inputs, (2 * k + 2, 3 * k + 3)),
+    ):
+        fused = ops.read_norm if op == "read" else ops.write_read_norm
+        forward, backward = moved
+        moved_bytes = (forward * unit, backward * unit)
+        yield from _both(f"{op} {name}", backend, False, partial(fused, *arguments, norm), used, moved_bytes)
+        moved_bytes = ((forward + 2) * unit, (backward + 3) * unit)
+        yield from _both(f"{op}{THEN}{name}", backend, False, partial(apart, call, *arguments), used, moved_bytes)
 
 
 def _both(

@@ -5,7 +5,7 @@
     z = streamwise_read(x, read_factors)                                    # the same, given the factors themselves
     y = streamwise_writeback(x, u, write_factors, retention_factors=g)      # Y_k = g_k X_k + w_k u
     y, z = streamwise_sigmoid_write_read(x, u, write_logits, read_logits, num_streams)     # a write and the next read
-    n = streamwise_sigmoid_read(x, read_logits, num_streams, norm=stream_norm_of(module))  # a read and its norm
+    n = streamwise_sigmoid_read(x, read_logits, num_streams, norm=StreamNorm("RMSNorm", 1024, 1e-5, weight))
 
 The last dimension of a wide stream is stream-major: stream k is the slice [k*D, (k+1)*D). Equations: wide_residual.py.
 
