@@ -234,7 +234,7 @@ def _norm_cases(shape: Shape, ops: Operators, name: str, inputs: tuple[Tensor, .
         ("read", ops.read, (x, r), both, (k + 1, 2 * k + 1)),
         ("write_read", ops.write_read, (x, u, s, r), all_inputs, (2 * k + 2, 3 * k + 3)),
     ):
-        fused = ops.read_norm if op == "read" else ops.write_read_norm
+        fused: Callable[..., Any] = ops.read_norm if op == "read" else ops.write_read_norm
         forward, backward = moved
         moved_bytes = (forward * unit, backward * unit)
         yield from _both(f"{op} {name}", backend, False, partial(fused, *arguments, norm), used, moved_bytes)

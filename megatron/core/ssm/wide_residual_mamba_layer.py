@@ -16,7 +16,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.core.transformer.wide_residual_branches import WideResidualBranches
+from megatron.core.transformer.wide_residual_branches import BranchNorm, WideResidualBranches
 from megatron.core.transformer.wide_residual_config import require_wide_residual_config
 
 
@@ -40,7 +40,7 @@ class WideResidualMambaLayer(WideResidualBranches, MambaLayer):
     ) -> None:
         require_wide_residual_config(config, type(self).__name__)
         super().__init__(config, submodules, layer_number, pg_collection, pp_layer_offset, name)
-        self._add_branches(("mamba",), norms=((self.norm, False),), pg_collection=pg_collection, name=name)
+        self._add_branches(("mamba",), norms={"mamba": BranchNorm(self.norm)}, pg_collection=pg_collection, name=name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer: [s, b, K*D] -> [s, b, K*D]. Arguments as MambaLayer.forward."""

@@ -7,7 +7,8 @@ A connection object is built for one operation. A layer owns two per branch:
     x_sbw = write_connection(branch_output=update_with_bias, state=state, dropout_probability=0.1, training=True)
 
 A write that is given the read connection of the branch after it, `next_read=...`, may do both in one pass over the
-stream and returns (x_sbw, z_sbd).
+stream and returns (x_sbw, z_sbd). With `norm=stream_norm_of(module)` what is read is normed already, in the same pass
+where the backend can.
 
 What always holds: each argument belongs to one operation, and a call with a missing, foreign or ill-shaped argument
 raises a TypeError or ValueError that names it; the carried stream is never changed in place. Calls go through
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.core.transformer.residual_recompute import ResidualStreamRecomputeContext
+    from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 
 ResidualConnectionOperation = Literal["read", "write"]
 
@@ -111,6 +113,7 @@ class ResidualConnection(torch.nn.Module):
         dropout_probability: float | None = None,
         training: bool | None = None,
         next_read: ResidualConnection | None = None,
+        norm: StreamNorm | None = None,
     ) -> Any:
         """Run the operation that this object was built for.
 
@@ -119,6 +122,7 @@ class ResidualConnection(torch.nn.Module):
         Write: branch_output (update [s, b, D], bias [D] or None), state, dropout_probability and training; returns the
         new stream [s, b, w] in the dtype of state.residual. With next_read, the connection that reads this stream next
         (under the config's fp32_residual_connection), returns (new stream, its branch input [s, b, D]).
+        Both take a norm of the branch input that they return.
 
         Raises:
             TypeError: a missing argument, one of the other operation, or one of the wrong type.
@@ -141,28 +145,42 @@ class ResidualConnection(torch.nn.Module):
             self._check_stream("hidden_states", hidden_states)
             if branch_input_dtype is not None and not branch_input_dtype.is_floating_point:
                 raise TypeError(f"{self.name}: branch_input_dtype is {branch_input_dtype}; a floating dtype is wanted")
-            return self._read(
-                hidden_states,
-                fp32_residual_connection=fp32_residual_connection,
-                branch_input_dtype=branch_input_dtype,
-            )
+            options: dict[str, Any] = {
+                "fp32_residual_connection": fp32_residual_connection,
+                "branch_input_dtype": branch_input_dtype,
+            }
+            if norm is not None:
+                return self._read_norm(hidden_states, norm, **options)
+            return self._read(hidden_states, **options)
         assert branch_output is not None
         assert state is not None
         assert dropout_probability is not None
         assert training is not None
         self._check_write(branch_output, state, dropout_probability)
         if next_read is None:
+            if norm is not None:
+                raise TypeError(f"{self.name}: norm was given without next_read; a write alone returns no branch input")
             return self._write(branch_output, state, dropout_probability=dropout_probability, training=training)
         if not isinstance(next_read, ResidualConnection) or next_read.operation != "read":
             raise TypeError(f"{self.name}: next_read is {next_read!r}; a connection built for a read is wanted")
         return self._write_read(
-            branch_output, state, next_read, dropout_probability=dropout_probability, training=training
+            branch_output, state, next_read, norm, dropout_probability=dropout_probability, training=training
         )
 
     def _read(
         self, hidden_states: Tensor, *, fp32_residual_connection: bool, branch_input_dtype: torch.dtype | None
     ) -> tuple[Tensor, ResidualConnectionState]:
         raise NotImplementedError(f"{type(self).__name__} brings no _read")
+
+    def _read_norm(
+        self,
+        hidden_states: Tensor,
+        norm: StreamNorm,
+        *,
+        fp32_residual_connection: bool,
+        branch_input_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        raise NotImplementedError(f"{type(self).__name__} brings no _read_norm")
 
     def _write(
         self,
@@ -179,6 +197,7 @@ class ResidualConnection(torch.nn.Module):
         branch_output: ResidualBranchOutput,
         state: ResidualConnectionState,
         next_read: ResidualConnection,
+        norm: StreamNorm | None,
         *,
         dropout_probability: float,
         training: bool,
@@ -194,6 +213,16 @@ class ResidualConnection(torch.nn.Module):
         branch_input_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, ResidualConnectionState]:
         raise NotImplementedError(f"{type(self).__name__} cannot replay its read")
+
+    def _checkpoint_read_norm(
+        self,
+        hidden_states: Tensor,
+        norm: StreamNorm,
+        context: ResidualStreamRecomputeContext,
+        *,
+        fp32_residual_connection: bool,
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        raise NotImplementedError(f"{type(self).__name__} cannot replay its read and norm")
 
     def _checkpoint_write(
         self,
@@ -211,6 +240,7 @@ class ResidualConnection(torch.nn.Module):
         branch_output: ResidualBranchOutput,
         state: ResidualConnectionState,
         next_read: ResidualConnection,
+        norm: StreamNorm | None,
         context: ResidualStreamRecomputeContext,
         *,
         dropout_probability: float,

@@ -30,6 +30,7 @@ from megatron.core.transformer.residual_connection import (
     ResidualConnection,
     ResidualConnectionState,
 )
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE, get_wide_residual_config
 
 _R = TypeVar("_R")
@@ -176,6 +177,20 @@ def checkpoint_residual_read(
     )
 
 
+def checkpoint_residual_read_norm(
+    connection: ResidualConnection,
+    hidden_states: Tensor,
+    norm: StreamNorm,
+    context: ResidualStreamRecomputeContext,
+    *,
+    fp32_residual_connection: bool,
+) -> tuple[Tensor, ResidualConnectionState]:
+    """Checkpoint a residual read and the norm that it feeds as one operation. Result as a read with norm."""
+    return connection._checkpoint_read_norm(
+        hidden_states, norm, context, fp32_residual_connection=fp32_residual_connection
+    )
+
+
 def checkpoint_residual_write(
     connection: ResidualConnection,
     branch_output: ResidualBranchOutput,
@@ -196,15 +211,16 @@ def checkpoint_residual_write_read(
     branch_output: ResidualBranchOutput,
     state: ResidualConnectionState,
     next_read: ResidualConnection,
+    norm: StreamNorm | None,
     context: ResidualStreamRecomputeContext,
     *,
     dropout_probability: float,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checkpoint a residual write and the read of the next branch as one operation. Arguments and result as a write
-    with next_read."""
+    """Checkpoint a residual write, the read of the next branch and its norm as one operation. Arguments and result as a
+    write with next_read."""
     return connection._checkpoint_write_read(
-        branch_output, state, next_read, context, dropout_probability=dropout_probability, training=training
+        branch_output, state, next_read, norm, context, dropout_probability=dropout_probability, training=training
     )
 
 

@@ -2,7 +2,7 @@
 
 Called by streamwise_residual_ops after its argument checks. What always holds: the backward is written by hand and
 differentiable once; it runs on the backend of its forward; only what a wanted gradient needs is saved, and for the
-fused write and read that is its inputs alone, never Y. With a norm it is, besides, one or two numbers per token, never z.
+fused write and read that is its inputs alone, never Y. A norm adds one or two numbers per token, never z.
 
 Tensor names: n tokens, k streams, d branch width, p padded controller; x and y have shape [..., K*D], u and z [..., D].
 """

@@ -16,7 +16,7 @@ Tensor names: n tokens, k streams, d branch width, p padded controller.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class FactorOperators:
         del width  # a row of any width stays in cache
         return self._norming is not None and self._norming.fuses_norm(stream_dtype, branch_dtype, sum_dtype)
 
-    def _taking(self, norm: NormCall | None) -> dict[str, NormCall]:
+    def _taking(self, norm: NormCall | None) -> dict[str, Any]:
         """The norm as a keyword of kernels that take one; nothing for others, which are never given any."""
         assert norm is None or self._norming is not None
         return {} if norm is None else {"norm": norm}

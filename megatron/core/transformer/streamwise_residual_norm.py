@@ -115,6 +115,16 @@ class NormCall:
         return found[0], found[1]
 
 
+def is_stream_norm(module: torch.nn.Module) -> bool:
+    """Whether a module is of a class of which stream_norm_of knows what it computes."""
+    return type(module) in _KINDS
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Whether hooks look at what the module returns or at its gradients."""
+    return any(getattr(module, hooks) for hooks in _HOOKS) or _has_global_hooks()
+
+
 def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
     """The norm that a module of PyTorch computes, or None where it has to be called to do what it does.
 
@@ -122,7 +132,7 @@ def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
     another kind, or hooks. Upstream's hook that waits for parameters is run here, since the module is not called.
     """
     kind = _KINDS.get(type(module))
-    if kind is None or any(getattr(module, hooks) for hooks in _HOOKS) or _has_global_hooks():
+    if kind is None or is_watched(module):
         return None
     found: Any = module
     parameters = [parameter for parameter in (found.weight, getattr(found, "bias", None)) if parameter is not None]

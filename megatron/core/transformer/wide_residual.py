@@ -38,6 +38,7 @@ from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
     residual_stream_recompute_enabled,
 )
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 from megatron.core.transformer.streamwise_residual_ops import (
     streamwise_sigmoid_read,
     streamwise_sigmoid_write_read,
@@ -54,6 +55,7 @@ from megatron.core.transformer.wide_residual_maps import (
     _mark_residual_map_parameter,
     _mark_retention_parameter,
 )
+from megatron.core.transformer.wide_residual_state import _RESIDUAL_STATE_PREFIXES, load_residual_state
 
 __all__ = [
     "_MIN_CONTROLLER_NUMEL",
@@ -73,15 +75,6 @@ __all__ = [
     "load_residual_state",
     "wide_residual_recompute_enabled",
 ]
-
-_RESIDUAL_STATE_PREFIXES = (
-    # (prefix of the older combined connection, prefix of today's read, prefix of today's write)
-    ("residual_connection_self_attn.", "residual_read_self_attn.", "residual_write_self_attn."),
-    ("residual_connection_mlp.", "residual_read_mlp.", "residual_write_mlp."),
-    ("residual_connection.", "residual_read.", "residual_write."),
-)
-"""Key prefixes of a layer's residual connections, older and current. The first pairs belong to Transformer layers, the
-last to Mamba layers."""
 
 
 def _branch_dtype(config: TransformerConfig, fp32_residual_connection: bool) -> torch.dtype | None:
@@ -111,14 +104,18 @@ class StreamwiseSigmoidWideResidualRead(torch.nn.Module):
         self.branch_name = branch_name
         self.read_map = StreamwiseSigmoidMap(config, map_kind="read")
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Read in branch precision; the operator fixes the output shape and dtype: [..., K*D] -> [..., D]."""
+    def forward(self, hidden_states: Tensor, *, norm: StreamNorm | None = None) -> Tensor:
+        """Read in branch precision; the operator fixes the output shape and dtype: [..., K*D] -> [..., D].
+
+        With a norm what was read is normed.
+        """
         _check_width(f"layer {self.layer_number} {self.branch_name}", hidden_states, self.config, self.read_map)
         return streamwise_sigmoid_read(
             hidden_states,
             self.read_map(return_logits=True),
             self.read_map.num_streams,
             output_dtype=_branch_dtype(self.config, self.config.fp32_residual_connection),
+            norm=norm,
         )
 
 
@@ -161,11 +158,28 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         self, hidden_states: Tensor, *, fp32_residual_connection: bool, branch_input_dtype: torch.dtype | None
     ) -> tuple[Tensor, ResidualConnectionState]:
         """Read in branch precision before promoting the carried residual."""
+        return self._read_norm(
+            hidden_states,
+            None,
+            fp32_residual_connection=fp32_residual_connection,
+            branch_input_dtype=branch_input_dtype,
+        )
+
+    def _read_norm(
+        self,
+        hidden_states: Tensor,
+        norm: StreamNorm | None,
+        *,
+        fp32_residual_connection: bool,
+        branch_input_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        """Read as _read and norm what is read, if anything does."""
         z_sbd = streamwise_sigmoid_read(
             hidden_states,
             self.read_map(return_logits=True),
             self.num_streams,
             output_dtype=branch_input_dtype or _branch_dtype(self.config, fp32_residual_connection),
+            norm=norm,
         )
         residual_sbw = hidden_states.float() if fp32_residual_connection else hidden_states
         return z_sbd, ResidualConnectionState(residual_sbw)
@@ -195,11 +209,12 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         branch_output: ResidualBranchOutput,
         state: ResidualConnectionState,
         next_read: ResidualConnection,
+        norm: StreamNorm | None,
         *,
         dropout_probability: float,
         training: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Write as _write, and read the next branch's input in the same pass over the stream."""
+        """Write as _write, and read (and norm) the next branch's input in the same pass over the stream."""
         update_sbd, bias_d = branch_output
         return streamwise_sigmoid_write_read(
             state.residual,
@@ -209,6 +224,7 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
             self.num_streams,
             bias=bias_d,
             output_dtype=_branch_dtype(self.config, bool(self.config.fp32_residual_connection)),
+            norm=norm,
             **self._write_options(dropout_probability, training),
         )
 
@@ -238,11 +254,22 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         def read(x_sbw: Tensor) -> tuple[Tensor, ResidualConnectionState]:
             return self(x_sbw, fp32_residual_connection=fp32_residual_connection, branch_input_dtype=branch_input_dtype)
 
-        if not hidden_states.requires_grad:
-            return read(hidden_states)
-        z_sbd = context.checkpoint(lambda x_sbw: read(x_sbw)[0], hidden_states)
-        residual_sbw = hidden_states.float() if fp32_residual_connection else hidden_states
-        return z_sbd, ResidualConnectionState(residual_sbw)
+        return _replayed_read(read, hidden_states, context, fp32_residual_connection)
+
+    def _checkpoint_read_norm(
+        self,
+        hidden_states: Tensor,
+        norm: StreamNorm,
+        context: ResidualStreamRecomputeContext,
+        *,
+        fp32_residual_connection: bool,
+    ) -> tuple[Tensor, ResidualConnectionState]:
+        """Replay a read and its norm as one operation, like _checkpoint_read."""
+
+        def read(x_sbw: Tensor) -> tuple[Tensor, ResidualConnectionState]:
+            return self(x_sbw, fp32_residual_connection=fp32_residual_connection, norm=norm)
+
+        return _replayed_read(read, hidden_states, context, fp32_residual_connection)
 
     def _checkpoint_write(
         self,
@@ -270,12 +297,13 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         branch_output: ResidualBranchOutput,
         state: ResidualConnectionState,
         next_read: ResidualConnection,
+        norm: StreamNorm | None,
         context: ResidualStreamRecomputeContext,
         *,
         dropout_probability: float,
         training: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Replay a write and the read after it as one operation, like _checkpoint_write."""
+        """Replay a write, the read after it and its norm as one operation, like _checkpoint_write."""
 
         def write_read(update_sbd: Tensor, bias_d: Tensor | None, residual_sbw: Tensor) -> tuple[Tensor, Tensor]:
             return self(
@@ -284,9 +312,23 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
                 dropout_probability=dropout_probability,
                 training=training,
                 next_read=next_read,
+                norm=norm,
             )
 
         return _replayed(write_read, branch_output, state, context)
+
+
+def _replayed_read(
+    read: Callable[[Tensor], tuple[Tensor, ResidualConnectionState]],
+    x_sbw: Tensor,
+    context: ResidualStreamRecomputeContext,
+    fp32_residual_connection: bool,
+) -> tuple[Tensor, ResidualConnectionState]:
+    """read(stream) under replay, with the stream itself as state; as it is where the stream has no gradient."""
+    if not x_sbw.requires_grad:
+        return read(x_sbw)
+    z_sbd = context.checkpoint(lambda stream_sbw: read(stream_sbw)[0], x_sbw)
+    return z_sbd, ResidualConnectionState(x_sbw.float() if fp32_residual_connection else x_sbw)
 
 
 def _replayed[R](
@@ -341,31 +383,6 @@ def expand_wide_residual_stream(hidden_states: Tensor, num_streams: int) -> Tens
     if hidden_states.dim() < 1:
         raise ValueError("hidden_states is a scalar; a last dimension of the branch width is wanted")
     return hidden_states.repeat(*[1] * (hidden_states.dim() - 1), num_streams)
-
-
-def load_residual_state(
-    module: torch.nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Accept existing residual model keys with strict loading.
-
-    A load_state_dict pre-hook of the layers (`register_load_state_dict_pre_hook(load_residual_state)`): keys of the
-    older combined layout, `residual_connection[_self_attn|_mlp].{read_map,write_map,retention}...`, are renamed to the
-    split one in the working copy that `load_state_dict` makes of the caller's dict. A key that is there in both
-    layouts is left in both, so that the old one is reported as unexpected.
-    """
-    for combined, read, write in _RESIDUAL_STATE_PREFIXES:
-        for key in [key for key in state_dict if key.startswith(prefix + combined)]:
-            rest = key[len(prefix) + len(combined) :]
-            target = prefix + (read if rest.startswith("read_map.") else write) + rest
-            if rest.split(".", 1)[0] in ("read_map", "write_map", "retention") and target not in state_dict:
-                state_dict[target] = state_dict.pop(key)
 
 
 def wide_residual_recompute_enabled(config: TransformerConfig, training: bool) -> bool:

@@ -3,7 +3,7 @@
     class WideResidualMambaLayer(WideResidualBranches, MambaLayer):
         def __init__(self, config, ...):
             super().__init__(config, ...)
-            self._add_branches(("mamba",), norms=[(self.norm, False)], pg_collection=..., name=...)
+            self._add_branches(("mamba",), norms={"mamba": BranchNorm(self.norm)}, pg_collection=..., name=...)
 
         def forward(self, hidden_states, ...):
             return self._run_branch("mamba", super().forward, hidden_states, ...)
@@ -13,6 +13,10 @@ stands where upstream calls the branch's bias-dropout-add, in the attribute `<br
 the first branch's write and the second one's read as one operation, in forwards within `_reading_ahead()`: with and
 without replay, with and without gradients.
 
+A norm that upstream calls on what was read may be part of the read (streamwise_residual_norm): upstream is then given
+norm(z) as its branch input, and its call of the norm returns it as it is. Upstream uses the branch input for nothing
+but the norm and the residual, which a write does not need.
+
 What always holds: a branch adds `residual_read*` and `residual_write*` to the layer and nothing else; building them
 draws no random numbers; after a forward, also one that raised, the layer holds no activation.
 
@@ -21,11 +25,13 @@ Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
@@ -34,14 +40,31 @@ from megatron.core.transformer.residual_connection import ResidualBranchOutput, 
 from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
     checkpoint_residual_read,
+    checkpoint_residual_read_norm,
     checkpoint_residual_write,
     checkpoint_residual_write_read,
 )
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm, is_stream_norm, is_watched, stream_norm_of
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
 
 # The suffix of a branch's parameters in the state dict: a Mamba layer has one branch and needs no name for it.
 _STATE_SUFFIX = {"self_attn": "_self_attn", "mlp": "_mlp", "mamba": ""}
+
+
+@dataclass(frozen=True)
+class BranchNorm:
+    """The norm that the read of a branch feeds.
+
+    Args:
+        module: the norm, or IdentityOp.
+        recomputed: whether the parent recomputes it itself.
+        offloaded: whether the parent puts its input on the host.
+    """
+
+    module: Any
+    recomputed: bool = False
+    offloaded: bool = False
 
 
 class WideResidualBranches:
@@ -54,7 +77,7 @@ class WideResidualBranches:
         self,
         branches: Iterable[str],
         *,
-        norms: Iterable[tuple[Any, bool]],
+        norms: Mapping[str, BranchNorm],
         pg_collection: ProcessGroupCollection | None,
         name: str | None,
     ) -> None:
@@ -62,32 +85,48 @@ class WideResidualBranches:
 
         Args:
             branches: "self_attn", "mlp" or "mamba", in the order of the forward.
-            norms: (module, whether the parent recomputes it itself) of each norm that a read feeds.
+            norms: of each branch; it has to be called with what `_run_branch` hands to the parent.
             pg_collection: the layer's process groups.
             name: the layer's name, as upstream passes it down.
         """
         self._carried: dict[str, ResidualConnectionState] = {}
         self._reads_ahead = False
-        self._read_ahead: tuple[Tensor, Tensor] | None = None  # a stream, and the branch input read from it already
+        self._read_ahead: tuple[Tensor, Tensor, bool] | None = None  # a stream, what was read from it, whether normed
+        self._normed: Tensor | None = None  # a branch input that its norm will be called with and must return
+        self._norms: dict[str, tuple[Any, Callable[..., Any]]] = {}  # that a read can take, with their forwards
         self.residual_stream_recompute_context: ResidualStreamRecomputeContext | None = None
         self._branches = tuple(branches)
         for branch in self._branches:
             self._add_connections(branch, pg_collection, name)
-        self._replay_norms(
-            norm
-            for norm, recomputed_by_parent in norms
-            if not isinstance(norm, IdentityOp) and not recomputed_by_parent
-        )
+        for branch in self._branches:
+            self._take_norm(branch, norms[branch])
         self.register_load_state_dict_pre_hook(load_residual_state)  # type: ignore[attr-defined]
         # The parent enables gradients around the bias-dropout-add even in evaluation. A write saves tensors for its
         # backward, so it follows the caller's grad mode instead.
         self.bias_dropout_add_exec_handler = nullcontext
 
-    def _replay_norms(self, norms: Iterable[Any]) -> None:
-        """Run these norms, each fed by a read of this layer, under replay in forwards for which it is active."""
-        if RESIDUAL_STREAM_MODULE in (self.config.recompute_modules or ()):
-            for norm in norms:
-                norm.forward = partial(self._normalize, norm.forward)
+    def _take_norm(self, branch: str, norm: BranchNorm) -> None:
+        """Make a norm part of the branch's read where it can be, and of replay in forwards for which that is active."""
+        module = norm.module
+        if isinstance(module, IdentityOp) or norm.recomputed:
+            return
+        fuses = is_stream_norm(module) and not norm.offloaded
+        if fuses or RESIDUAL_STREAM_MODULE in (self.config.recompute_modules or ()):
+            module.forward = partial(self._normalize, module.forward)
+        if fuses:
+            self._norms[branch] = (module, module.forward)
+
+    def _norm_of(self, branch: str, read: torch.nn.Module, stream_dtype: torch.dtype) -> StreamNorm | None:
+        """The norm that the branch's read takes now; None where the parent's call of the module has to compute it.
+
+        That is so, too, where hooks look at what is read, where the module's forward was replaced, and where the
+        parent may cast the branch input, which is then no longer the tensor that was read.
+        """
+        module, forward = self._norms.get(branch, (None, None))
+        dtype = self.config.params_dtype if self.config.fp32_residual_connection else stream_dtype
+        if module is None or dtype is not self.config.params_dtype or is_watched(read):
+            return None
+        return stream_norm_of(module) if vars(module).get("forward") is forward else None
 
     def _add_connections(self, branch: str, pg_collection: ProcessGroupCollection | None, name: str | None) -> None:
         """Build the read and the write of a branch, and put the write where the bias-dropout-add stood."""
@@ -120,7 +159,15 @@ class WideResidualBranches:
         return partial(self._write, branch, training)
 
     def _normalize(self, norm: Callable[..., Any], z_sbd: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a norm, under replay where it is active and z has a gradient to pass on."""
+        """Run the forward of a norm, under replay where it is active and z has a gradient to pass on.
+
+        What its read has normed already is returned as it is.
+        """
+        normed, self._normed = self._normed, None
+        if normed is z_sbd:
+            return z_sbd
+        if normed is not None:
+            raise RuntimeError("the branch input was normed by its read, and another tensor was given to the norm")
         context = self.residual_stream_recompute_context
         if context is None or not z_sbd.requires_grad:
             return norm(z_sbd, *args, **kwargs)
@@ -133,13 +180,19 @@ class WideResidualBranches:
         ahead, self._read_ahead = self._read_ahead, None
         if ahead is not None and ahead[0] is x_sbw:
             self._carried[branch] = ResidualConnectionState(x_sbw.float() if fp32_residual else x_sbw)
+            self._normed = ahead[1] if ahead[2] else None
             return ahead[1]
         context = self.residual_stream_recompute_context
+        norm = self._norm_of(branch, read, x_sbw.dtype)
+        options: dict[str, Any] = {"fp32_residual_connection": fp32_residual}
         if context is None:
-            z_sbd, state = read(x_sbw, fp32_residual_connection=fp32_residual)
+            z_sbd, state = read(x_sbw, norm=norm, **options)
+        elif norm is None:
+            z_sbd, state = checkpoint_residual_read(read, x_sbw, context, **options)
         else:
-            z_sbd, state = checkpoint_residual_read(read, x_sbw, context, fp32_residual_connection=fp32_residual)
+            z_sbd, state = checkpoint_residual_read_norm(read, x_sbw, norm, context, **options)
         self._carried[branch] = state
+        self._normed = None if norm is None else z_sbd
         return z_sbd
 
     def _write(
@@ -160,13 +213,17 @@ class WideResidualBranches:
         options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
         context = self.residual_stream_recompute_context
         if self._reads_ahead and branch != self._branches[-1]:
-            read = self._connection("read", self._branches[self._branches.index(branch) + 1])
+            following = self._branches[self._branches.index(branch) + 1]
+            read = self._connection("read", following)
+            norm = self._norm_of(following, read, state.residual.dtype)
             if context is None:
-                ahead = write(branch_output=branch_output, state=state, next_read=read, **options)
+                x_sbw, z_sbd = write(branch_output=branch_output, state=state, next_read=read, norm=norm, **options)
             else:
-                ahead = checkpoint_residual_write_read(write, branch_output, state, read, context, **options)
-            self._read_ahead = ahead
-            return ahead[0]
+                x_sbw, z_sbd = checkpoint_residual_write_read(
+                    write, branch_output, state, read, norm, context, **options
+                )
+            self._read_ahead = x_sbw, z_sbd, norm is not None
+            return x_sbw
         ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
         if context is not None and not ends_block:
             return checkpoint_residual_write(write, branch_output, state, context, **options)
@@ -192,3 +249,4 @@ class WideResidualBranches:
             return run_parent(self._read(branch, x_sbw), *args, **kwargs)
         finally:
             self._carried.pop(branch, None)
+            self._normed = None

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron.core.transformer.wide_residual_branches import WideResidualBranches
+from megatron.core.transformer.wide_residual_branches import BranchNorm, WideResidualBranches
 from megatron.core.transformer.wide_residual_config import require_wide_residual_config
 
 
@@ -60,10 +60,14 @@ class WideResidualTransformerLayer(WideResidualBranches, TransformerLayer):
         branches = (("self_attn", self.self_attention), ("mlp", self.mlp))
         self._add_branches(
             [branch for branch, module in branches if not isinstance(module, IdentityOp)],
-            norms=(
-                (self.input_layernorm, self.recompute_input_layernorm),
-                (self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm),
-            ),
+            norms={
+                "self_attn": BranchNorm(
+                    self.input_layernorm, self.recompute_input_layernorm, offloaded=self.offload_attn_norm
+                ),
+                "mlp": BranchNorm(
+                    self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm, offloaded=self.offload_mlp_norm
+                ),
+            },
             pg_collection=self.pg_collection,
             name=kwargs.get("name"),
         )

@@ -12,6 +12,7 @@ Shape suffixes: s sequence, b batch, d branch width D, w stream width K*D.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.shortcut_moe_layer import ShortcutMoETransformerLayer
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualRead
+from megatron.core.transformer.wide_residual_branches import BranchNorm
 from megatron.core.transformer.wide_residual_transformer_layer import WideResidualTransformerLayer
 
 
@@ -28,13 +30,13 @@ class WideResidualShortcutMoELayer(WideResidualTransformerLayer, ShortcutMoETran
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.residual_read_shortcut = StreamwiseSigmoidWideResidualRead(config, self.layer_number, "shortcut")
-        self._replay_norms([self.shortcut_layernorm])
+        self._take_norm("shortcut", BranchNorm(self.shortcut_layernorm))
 
     def _shortcut_input(self, x_sbw: Tensor) -> Tensor:
         """Return the input of the routed experts for the streams before the predecessor: [s, b, K*D] -> [s, b, D]."""
         context = self.residual_stream_recompute_context
-        if context is None or not x_sbw.requires_grad:
-            z_sbd = self.residual_read_shortcut(x_sbw)
-        else:
-            z_sbd = context.checkpoint(self.residual_read_shortcut, x_sbw)
+        norm = self._norm_of("shortcut", self.residual_read_shortcut, x_sbw.dtype)
+        read = partial(self.residual_read_shortcut, norm=norm)
+        z_sbd = read(x_sbw) if context is None or not x_sbw.requires_grad else context.checkpoint(read, x_sbw)
+        self._normed = None if norm is None else z_sbd
         return super()._shortcut_input(z_sbd)
