@@ -251,9 +251,9 @@ def test_sums_of_many_tiles_are_those_of_few(device: torch.device, monkeypatch: 
     outputs, output_gradients = case.outputs_of_write_read()
     controllers = [case.inputs[name] for name in "srq"]
     wanted = torch.autograd.grad(outputs, controllers, output_gradients, retain_graph=True)
-    from megatron.core.fusions import streamwise_triton_operators
+    from megatron.core.fusions import streamwise_triton_launch
 
-    monkeypatch.setattr(streamwise_triton_operators, "_FOLD_BLOCK", 2)
+    monkeypatch.setattr(streamwise_triton_launch, "_FOLD_BLOCK", 2)
     found = torch.autograd.grad(outputs, controllers, output_gradients)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 

@@ -3,7 +3,8 @@
 Forward kernels are autotuned over FORWARD_CONFIGS, per D, K, dtypes and kind of write, once for few tokens and once for
 many; Triton keeps the choices with its compiled kernels (TRITON_CACHE_DIR), so that later processes do not try again.
 Any choice gives the same bits, because no sum crosses elements. Backward kernels sum over a tile, in an order that
-depends on its size: `backward_tile` fixes it by D alone, so that a resumed run and every rank give the same bits.
+depends on its size: `backward_tile` fixes it by D alone, so that a resumed run and every rank give the same bits. So
+does `norm_tile` for all kernels with a norm, whose sums over a row are the forward's too.
 
 Names: BN and BD, tokens and columns of a tile.
 """
@@ -18,6 +19,12 @@ MANY_ELEMENTS = 1 << 22
 """Elements of z from which a call counts as one of many tokens."""
 
 _BACKWARD_ELEMENTS, _BACKWARD_WARPS = 1024, 4  # 8 elements a thread: one 16-byte access in bf16
+
+MAX_NORM_WIDTH = 8192
+"""The widest row that kernels with a norm hold whole in registers."""
+
+NORM_STEPS = 16
+"""Tiles that one program of a norm's backward goes through, adding up the gradients of the weights."""
 
 FORWARD_CONFIGS = [
     triton.Config({"BN": rows, "BD": columns}, num_warps=warps)
@@ -38,3 +45,10 @@ def backward_tile(width: int) -> dict[str, int]:
     """BN, BD and the warps of a backward kernel for rows of `width` columns."""
     columns = min(triton.next_power_of_2(width), 1024)
     return {"BN": max(1, _BACKWARD_ELEMENTS // columns), "BD": columns, "num_warps": _BACKWARD_WARPS}
+
+
+def norm_tile(width: int) -> dict[str, int]:
+    """BN, BD and the warps of a kernel with a norm: whole rows of `width` columns, padded to a power of two."""
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _BACKWARD_ELEMENTS // columns)
+    return {"BN": rows, "BD": columns, "num_warps": min(16, max(_BACKWARD_WARPS, columns // 512))}

@@ -16,6 +16,53 @@ from megatron.core.fusions.streamwise_triton_configs import FORWARD_CONFIGS, pru
 from megatron.core.fusions.streamwise_triton_parts import factor_of, push, row_offsets, sum_all, total
 
 
+@triton.jit
+def mix(
+    x_ptrs,
+    read_ptr,
+    mask,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    READ_KIND: tl.constexpr,
+    ACC: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """A tile of z in ACC; zero outside the mask."""
+    a0 = tl.full((BN, BD), 0, ACC)
+    a1, a2, a3 = a0, a0, a0
+    for k in tl.static_range(K):
+        x = tl.load(x_ptrs + k * D, mask=mask, other=0).to(ACC)
+        a0, a1, a2, a3 = push(k, factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * x, a0, a1, a2, a3)
+    return total(K, a0, a1, a2, a3)
+
+
+@triton.jit
+def read_gradients(
+    grad_z,
+    x_ptrs,
+    read_ptr,
+    grad_x_ptrs,
+    partial_ptr,
+    tiles,
+    mask,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    READ_KIND: tl.constexpr,
+    WANTS_X: tl.constexpr,
+    WANTS_READ: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Store dX_k = f_k gZ of a tile, and its sums of X_k gZ for its place in partial [K, tiles]."""
+    for k in tl.static_range(K):
+        if WANTS_X:
+            grad_x = factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * grad_z
+            tl.store(grad_x_ptrs + k * D, grad_x.to(grad_x_ptrs.dtype.element_ty), mask=mask)
+        if WANTS_READ:
+            x = tl.load(x_ptrs + k * D, mask=mask, other=0).to(ACC)
+            tl.store(partial_ptr + k * tiles.to(tl.int64), sum_all(x * grad_z))
+
+
 @triton.autotune(
     FORWARD_CONFIGS, key=["D", "K", "MANY"], prune_configs_by={"early_config_prune": prune_forward}, cache_results=True
 )
@@ -41,12 +88,7 @@ def read_forward(
     columns = tl.program_id(1) * BD + tl.arange(0, BD)
     mask = (rows < n)[:, None] & (columns < D)[None, :]
     x_ptrs = x_ptr + row_offsets(rows, inner, x_outer, x_inner)[:, None] + columns[None, :]
-    a0 = tl.full((BN, BD), 0, ACC)
-    a1, a2, a3 = a0, a0, a0
-    for k in tl.static_range(K):
-        x = tl.load(x_ptrs + k * D, mask=mask, other=0).to(ACC)
-        a0, a1, a2, a3 = push(k, factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * x, a0, a1, a2, a3)
-    z = total(K, a0, a1, a2, a3)
+    z = mix(x_ptrs, read_ptr, mask, D, K, READ_KIND, ACC, BN, BD)
     tl.store(z_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
 
 
@@ -82,10 +124,19 @@ def read_backward(
     grad_z = tl.load(grad_z_ptrs, mask=mask, other=0).to(ACC)
     x_ptrs = x_ptr + row_offsets(rows, inner, x_outer, x_inner)[:, None] + columns[None, :]
     grad_x_ptrs = grad_x_ptr + rows.to(tl.int64)[:, None] * (K * D) + columns[None, :]
-    for k in tl.static_range(K):
-        if WANTS_X:
-            grad_x = factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * grad_z
-            tl.store(grad_x_ptrs + k * D, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-        if WANTS_READ:
-            x = tl.load(x_ptrs + k * D, mask=mask, other=0).to(ACC)
-            tl.store(partial_ptr + k * tiles.to(tl.int64) + tile, sum_all(x * grad_z))
+    partial_ptr += tile
+    read_gradients(
+        grad_z,
+        x_ptrs,
+        read_ptr,
+        grad_x_ptrs,
+        partial_ptr,
+        tiles,
+        mask,
+        D,
+        K,
+        READ_KIND,
+        WANTS_X,
+        WANTS_READ,
+        ACC,
+    )
