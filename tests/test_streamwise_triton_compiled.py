@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megatron.core.fusions import streamwise_triton_read as reads, streamwise_triton_write as writes
+from megatron.core.fusions import streamwise_triton_norm as norms, streamwise_triton_read as reads
+from megatron.core.fusions import streamwise_triton_write as writes
 
 INTEGERS = ("n", "inner", "tiles")
-FP32 = ("read_ptr", "write_ptr", "retention_ptr", "partial_ptr")
+FP32 = ("read_ptr", "write_ptr", "retention_ptr", "partial_ptr", "norm_partial_ptr", "mean_ptr", "scale_ptr")
 
 def compiled(kernel, constants):
     kernel = kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
@@ -47,11 +48,17 @@ shape = {"D": 1024, "K": 2, "ACC": tl.float32, "READ_KIND": 1, "BN": 1, "BD": 10
 write = {"WRITE_KIND": 2, "RETENTION_KIND": 3, "MAX_FORGET": 0.1, "HAS_RETENTION": True, "HAS_READ": True,
          "HAS_BIAS": True, "THRESHOLD": 429496730, "SCALE": 1 / 0.9}
 wants = dict.fromkeys(("WANTS_X", "WANTS_U", "WANTS_WRITE", "WANTS_RETENTION"), True)
+del (update := dict(write))["HAS_READ"]
+norm = {"IS_LAYER_NORM": True}
 for kernel, constants in (
     (reads.read_forward, {**shape, "MANY": True}),
     (reads.read_backward, {**shape, "WANTS_X": True, "WANTS_READ": True}),
     (writes.write_forward, {**shape, **write, "MANY": True}),
     (writes.write_backward, {**shape, **write, **wants}),
+    (norms.read_norm_forward, {**shape, **norm, "EPS": 1e-5}),
+    (norms.read_norm_backward, {**shape, **norm, "STEPS": 16}),
+    (norms.write_read_norm_forward, {**shape, **update, **norm, "EPS": 1e-5}),
+    (norms.write_read_norm_backward, {**shape, **update, **norm, "STEPS": 16}),
 ):
     ptx = compiled(kernel, constants)
     wide = len(re.findall(r"(?:ld|st)\\.global\\S*\\.v4\\.b32", ptx))
@@ -68,7 +75,7 @@ def test_kernels_compile_for_hopper_with_16_byte_accesses_and_no_atomics() -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("KERNEL")]
-    assert len(lines) == 4
+    assert len(lines) == 8
     for wide, narrow, atomics in lines:
         assert int(wide) > 0, "no access of 16 bytes"
         assert int(narrow) == 0, "elements of a row are accessed one by one"
