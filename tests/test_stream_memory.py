@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,6 +77,17 @@ def test_a_layer_is_counted_by_hand() -> None:
     assert mixed.replayed_layer(0) == -2 * (40 + 10)
     assert mixed.block == 120 + 40 - 20 + 10
     assert mixed.rebuilt(1) == 2 * (20 + 20) + 10 + 40
+
+
+def test_a_norm_that_is_part_of_its_read_saves_its_statistics_alone() -> None:
+    # bf16, D = 10: the ordinary norm saves 20 + 8 bytes, the fused one 8, and nothing saves or rebuilds what was read.
+    options: dict[str, Any] = {"branch_itemsize": 2, "stream_itemsize": 2, "norm_bytes": 28}
+    apart, fused = (StreamCosts.of_layout(4, 10, **options, fused_norm_bytes=saved) for saved in (None, 8))
+    assert apart.eager_layer(0) - fused.eager_layer(0) == 2 * 20
+    assert apart.rebuilt(3) - fused.rebuilt(3) == 6 * 20
+    assert apart.replayed_layer(0) == fused.replayed_layer(0)
+    moved = [replay_work(2, 2, costs, 10).bytes_moved for costs in (apart, fused)]
+    assert moved[0] - moved[1] == 4 * 2 * 20, "the norm reads nothing and writes what the read wrote"
 
 
 def test_replayed_work_is_counted_by_hand() -> None:

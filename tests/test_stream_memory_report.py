@@ -155,18 +155,18 @@ def auto_of(pattern: str, *, micro_batches: int = 1, **config_options: Any) -> i
 
 
 def test_auto_counts_one_branch_a_layer_in_a_hybrid_stack() -> None:
-    # Units of D: 8/N blocks of 4, 2 for each read and norm of a block, 4 for each write but the last: 34, 24, 26, ...
+    # Units of D: 8/N blocks of 4, 1 for each read and norm of a block, 4 for each write but the last: 33, 22, 24, ...
     assert auto_of("M*-EM*-E") == 2
     assert auto_of("M*-EM*-E/M*-EM*-EM*-EM*-EM*-E") == 2, "prediction depths have no streams"
 
 
 def test_auto_looks_at_the_stage_of_a_hybrid_that_holds_the_most() -> None:
     stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-    # One micro-batch: 24 layers in blocks of N hold 4 * ceil(24 / N) + 6 * N - 4: 116, 56, 46, 44 (N = 4), 46, ...
+    # One micro-batch: 24 layers in blocks of N hold 4 * ceil(24 / N) + 5 * N - 4: 97, 54, 43, 40 (N = 4), 41, ...
     assert auto_of("M" * 24) == 4
     for cut in ("M" * 24 + "|M", "M|" + "M" * 24):
         assert auto_of(cut, **stages) == 4, "the long segment is the whole model of before"
-    # First stage of 12 layers, so many in flight: 4 * m * ceil(12 / N) + 6 * N - 4.
+    # First stage of 12 layers, so many in flight: 4 * m * ceil(12 / N) + 5 * N - 4.
     assert auto_of("M" * 24, **stages) == 3
     assert auto_of("M" * 24, micro_batches=8, **stages) == 4
 
@@ -191,4 +191,4 @@ def test_a_wide_model_with_the_best_block_holds_little_more_than_the_ordinary_on
     assert wide.measured_held is not None
     print({row.model: row.measured_held for row in (ordinary, wide, best)})
     assert best.measured_held <= 1.25 * ordinary.measured_held
-    assert wide.measured_held > 1.3 * ordinary.measured_held, "the comparison is void: streams weigh nothing here"
+    assert wide.measured_held > 1.2 * ordinary.measured_held, "the comparison is void: streams weigh nothing here"

@@ -246,8 +246,14 @@ def test_twenty_repetitions_on_any_number_of_threads_give_the_same_bits(
 def test_a_fused_read_keeps_the_stream_and_one_or_two_numbers_per_token(compiled: torch.device) -> None:
     """Neither z nor what the norm would have kept; without gradients the same bits."""
     for kind, numbers in (("RMSNorm", 1), ("LayerNorm", 2)):
-        case, kept = Case(compiled, kind, (6,), 20, torch.float32), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+        case = Case(compiled, kind, (6,), 20, torch.float32)
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             found = streamwise_sigmoid_read(case.inputs["x"], case.inputs["r"], K, norm=case.norm)
         new = [t for t in kept if not any(t is given for given in (*case.inputs.values(), *case.parameters))]
         assert sum(t.numel() for t in new) == 6 * numbers

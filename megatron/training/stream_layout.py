@@ -5,7 +5,7 @@
     best_block_size(stages, costs)                        # what --residual-stream-recompute-num-layers auto takes
 
 What a norm and a dropout save differs between devices and PyTorch versions, so it is counted here, on this device, with
-tensors of one token.
+tensors of one token. Norms are taken for those of the local layer specs, PyTorch's.
 
 What always holds: `auto` and tools/report_stream_memory.py choose the replay block from these two functions.
 """
@@ -19,6 +19,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
+from megatron.core.transformer.streamwise_residual_norm import stream_norm_of
 from megatron.training.held_memory import saved_by
 from megatron.training.hybrid_patterns import pipeline_segments
 from megatron.training.stream_memory import (
@@ -30,6 +32,7 @@ from megatron.training.stream_memory import (
 )
 
 _NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+_STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}  # fp32 numbers that a norm keeps of a token as part of a read
 
 
 def stream_costs(
@@ -47,12 +50,16 @@ def stream_costs(
     def one_token(dtype: torch.dtype) -> torch.Tensor:
         return torch.ones(1, width, dtype=dtype, device=device)
 
-    norm = _NORMS[config.normalization](width).to(device, branch_dtype)
+    norm = _NORMS[config.normalization](width, eps=config.layernorm_epsilon).to(device, branch_dtype)
     with torch.enable_grad(), torch.random.fork_rng():
         norm_bytes, norm_saves_input = saved_by(norm, one_token(branch_dtype))
         mask_bytes = 0
         if config.hidden_dropout > 0:
             mask_bytes, _ = saved_by(torch.nn.Dropout(config.hidden_dropout), one_token(stream_dtype))
+    fused = stream_norm_of(norm)
+    fuses = fused is not None and streamwise_operators(device).fuses_norm(
+        width, stream_dtype, branch_dtype, torch.float32
+    )
     return StreamCosts.of_layout(
         num_streams,
         width,
@@ -62,6 +69,7 @@ def stream_costs(
         mask_bytes=mask_bytes,
         norm_bytes=norm_bytes,
         norm_saves_input=norm_saves_input,
+        fused_norm_bytes=_STATISTICS_BYTES[config.normalization] if fuses else None,
         branches_per_layer=branches_per_layer,
         learned_retention=learned_retention,
     )

@@ -4,13 +4,14 @@
     best_block_size([StageLoad(num_layers=12)], costs)        # layers in a block
 
 Every branch of a wide model saves its stream (K*D) and the update that it wrote (D); its norm saves the read (D) where
-an ordinary one saves the stream. The stream between the two branches of a layer is an exception: one operation writes
-it and reads it, and its backward computes it again, so it is saved only with learned retention, by the second branch's
-write. With replay a block saves the stream at its start and each branch's update, and what
-the norms and the dropout masks kept goes too. While the backward is in a block of n branches it holds, besides, what
-replay rebuilds there: n reads and n norms' outputs (D each, and what the norm saves) and n-1 writes (K*D each). What is
-saved falls with the size of a block, what is rebuilt grows; they meet near sqrt(K*B/(K+2)) branches a block, B branches
-on the stage. What attention and MLP keep inside does not depend on the block.
+an ordinary one saves the stream, and one or two numbers where it is part of the read. The stream between the two
+branches of a layer is an exception: one operation writes it and reads it, and its backward computes it again, so it is
+saved only with learned retention, by the second branch's write. With replay a block saves the stream at its start and
+each branch's update, and what the norms and the dropout masks kept goes too. While the backward is in a block of n
+branches it holds, besides, what replay rebuilds there: n norms' outputs (D each), n reads (D each, where norms are not
+part of them, and what the norm saves) and n-1 writes (K*D each). What is saved falls with the size of a block, what is
+rebuilt grows; they meet near sqrt(K*B/(K+1)) branches a block, B branches on the stage (K+2 where norms are not part of
+reads). What attention and MLP keep inside does not depend on the block.
 
 A stage of a pipeline keeps several micro-batches at once (`micro_batches_in_flight`) and rebuilds one block at a time.
 
@@ -41,6 +42,7 @@ class StreamCosts:
         new_update: whether that is a tensor of its own.
         mask: what dropout of the update saves.
         norm: what a norm saves, its input included where it saves it.
+        fused_norm: what it saves where it is part of the read of a branch; None where it is not.
         bare_read: a branch's input where the norm does not save it, else 0.
         branches_per_layer: 2 for a Transformer layer.
         unsaved: the streams of a layer that nothing saves.
@@ -54,6 +56,7 @@ class StreamCosts:
     new_update: bool = False
     mask: int = 0
     norm: int = 0
+    fused_norm: int | None = None
     bare_read: int = 0
     branches_per_layer: int = BRANCHES_PER_LAYER
     unsaved: int = 0
@@ -70,6 +73,7 @@ class StreamCosts:
         mask_bytes: int = 0,
         norm_bytes: int | None = None,
         norm_saves_input: bool = True,
+        fused_norm_bytes: int | None = None,
         branches_per_layer: int = BRANCHES_PER_LAYER,
         learned_retention: bool = False,
     ) -> StreamCosts:
@@ -88,22 +92,32 @@ class StreamCosts:
             new_update=new_update,
             mask=mask_bytes,
             norm=branch if norm_bytes is None else norm_bytes,
-            bare_read=0 if norm_saves_input else branch,
+            fused_norm=fused_norm_bytes,
+            bare_read=0 if norm_saves_input or fused_norm_bytes is not None else branch,
             branches_per_layer=branches_per_layer,
             unsaved=0 if learned_retention else (branches_per_layer - 1) * num_streams * narrow,
         )
 
     def eager_layer(self, ordinary_layer: int) -> int:
         """Bytes that a wide layer keeps without replay, of those that the ordinary layer keeps."""
-        # The norm saves the read, in the branch's dtype, instead of the stream.
-        saved = self.branches_per_layer * (self.stream + self.update + self.branch - self.narrow)
+        # The norm saves the read, in the branch's dtype, instead of the stream, or its statistics alone.
+        saved = self.branches_per_layer * (self.stream + self.update + self.branch_norm - self.norm_of_stream)
         return ordinary_layer + saved - self.unsaved
 
     def replayed_layer(self, ordinary_layer: int) -> int:
         """Bytes that a layer keeps under replay, without its block's share, of those that the ordinary layer keeps."""
         # Gone: what the norm saves, its output, the mask. Come: the branch's update.
-        norm_of_stream = self.norm + self.narrow - self.branch
-        return ordinary_layer - self.branches_per_layer * (norm_of_stream + self.mask)
+        return ordinary_layer - self.branches_per_layer * (self.norm_of_stream + self.mask)
+
+    @property
+    def branch_norm(self) -> int:
+        """Bytes that the norm of a wide branch saves."""
+        return self.norm if self.fused_norm is None else self.fused_norm
+
+    @property
+    def norm_of_stream(self) -> int:
+        """Bytes that a norm of one stream saves, as the ordinary model's do."""
+        return self.norm + self.narrow - self.branch
 
     @property
     def block(self) -> int:
@@ -113,14 +127,14 @@ class StreamCosts:
     def rebuilt(self, layers: int) -> int:
         """Bytes that the backward rebuilds in a block of so many layers."""
         branches = layers * self.branches_per_layer
-        read = self.norm + self.bare_read + self.branch
+        read = self.branch_norm + self.bare_read + self.branch
         write = self.stream + self.mask + (self.update if self.new_update else 0)
         return branches * read + (branches - 1) * write - self.unsaved  # the last layer's; others are kept by replay
 
     @property
     def ordinary_head(self) -> int:
         """Bytes that the final norm keeps in the ordinary model."""
-        return self.norm + self.narrow - self.branch
+        return self.norm_of_stream
 
     @property
     def wide_head(self) -> int:
@@ -156,7 +170,7 @@ def replay_work(num_layers: int, block_size: int, costs: StreamCosts, width: int
     for layers in blocks_of(num_layers, block_size):
         branches = layers * costs.branches_per_layer
         writes = branches - 1
-        bytes_moved += branches * (costs.stream + costs.branch + 2 * costs.branch)
+        bytes_moved += branches * (costs.stream + (3 if costs.fused_norm is None else 1) * costs.branch)
         bytes_moved += writes * (2 * costs.stream + costs.branch + (2 * costs.update if costs.new_update else 0))
         flops += branches * (2 * costs.num_streams - 1 + _NORM_FLOPS) * width
         flops += writes * (2 * costs.num_streams + (2 if costs.new_update else 0)) * width

@@ -141,7 +141,7 @@ class _Predictor:
             return row
         layers = max(len(chunk.kinds) for chunk in chunks)
         row.rebuilt = self.tokens * self.costs.rebuilt(min(block_size, layers))
-        row.held = in_flight * largest + row.rebuilt
+        row.held = in_flight * largest + max(row.rebuilt, *(head for _, head in kept))
         for chunk in chunks:
             work = replay_work(len(chunk.kinds), block_size, self.costs, self.args.hidden_size)
             row.extra_flops += self.tokens * work.flops

@@ -16,7 +16,7 @@ Tensor names: n tokens, d branch width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,8 @@ _PARAMETER_GATHER = "DistributedDataParallel._make_forward_pre_hook.<locals>.hoo
 """Upstream's hook, on every module under --overlap-param-gather, that waits for the module's parameters."""
 
 
-@dataclass(frozen=True)
-class StreamNorm:
-    """A norm over the last dimension of a branch input.
+class StreamNorm(NamedTuple):
+    """A norm over the last dimension of a branch input. (A tuple, which torch.compile can follow being made.)
 
     Args:
         kind: "RMSNorm": w z / sqrt(mean(z^2) + eps); "LayerNorm": w (z - mean) / sqrt(var + eps) + b.
