@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron.core.transformer import streamwise_residual_compiled, streamwise_residual_kernels
 from megatron.core.transformer.streamwise_residual_compiled import CompiledKernels, load_library
-from megatron.core.transformer.streamwise_residual_protocol import FusedStreamwiseKernels
+from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
+from megatron.core.transformer.streamwise_residual_protocol import NormingStreamwiseKernels
 
 N, K, D = 37, 5, 83  # nothing is a multiple of anything
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -26,8 +27,8 @@ def kernels() -> CompiledKernels:
     return CompiledKernels(load_library())
 
 
-def everything(kernels: FusedStreamwiseKernels, stream: torch.dtype, branch: torch.dtype) -> list[Tensor]:
-    """Every result of every kernel, with retention, for the same inputs."""
+def everything(kernels: NormingStreamwiseKernels, stream: torch.dtype, branch: torch.dtype) -> list[Tensor]:
+    """Every result of every kernel, with retention, without and with norms, for the same inputs."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -37,6 +38,7 @@ def everything(kernels: FusedStreamwiseKernels, stream: torch.dtype, branch: tor
     x, y = (random(N, K, D, dtype=stream) for _ in range(2))
     u, z = (random(N, D, dtype=branch) for _ in range(2))
     w, g, r = (random(K, dtype=held) for _ in range(3))
+    parameters = [random(D, dtype=held) for _ in range(2)]
     found = [
         kernels.read_forward(x, r, branch),
         *kernels.read_backward(z, x, r, stream, wants_grad_x=True),
@@ -46,6 +48,17 @@ def everything(kernels: FusedStreamwiseKernels, stream: torch.dtype, branch: tor
         *kernels.write_read_backward(y, z, x, u, w, g, r),
     ]
     assert all(result is not None for result in found)
+    if kernels.fuses_norm(stream, branch, held):
+        for norm in (StreamNorm("RMSNorm", D, 1e-5, parameters[0]), StreamNorm("LayerNorm", D, 1e-5, *parameters)):
+            call, other = NormCall(norm, held), NormCall(norm, held)
+            found += [
+                kernels.read_forward(x, r, branch, call),
+                *kernels.read_backward(z, x, r, stream, wants_grad_x=True, norm=call),
+                *kernels.write_read_forward(x, u, w, g, r, branch, other),
+                *kernels.write_read_backward(y, z, x, u, w, g, r, other),
+            ]
+            for made in (call, other):
+                found += [made.mean_n, made.scale_n, made.grad_weight_d, made.grad_bias_d]
     return [result for result in found if result is not None]
 
 

@@ -261,18 +261,20 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
 }
 
 // One row of the backward of a write and read. T = grad_y + f grad_z: sum_u += w T, grad_x = g T, and the products of u
-// and x with T, and of y = g x + w u, computed again, with grad_z. g is 1 without HAS_G, and there is no sum_g.
-template <bool HAS_G, class A, class TX>
-inline void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, const A *u, A w, A g, A f, A *sum_u,
-                                    TX *grad_x, double *sum_w, double *sum_g, double *sum_f, int64_t length) {
+// and x with T, and of y, without HAS_Y computed again as g x + w u, with grad_z. g is 1 without HAS_G, and there is no
+// sum_g.
+template <bool HAS_G, bool HAS_Y, class A, class TX>
+void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, const TX *y, const A *u, A w, A g, A f,
+                             A *sum_u, TX *grad_x, double *sum_w, double *sum_g, double *sum_f, int64_t length) {
   lanes<A> product_w[2] = {}, product_g[2] = {}, product_f[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     prefetch(grad_y + i, AHEAD);
-    prefetch(x + i, AHEAD);
+    if (!HAS_Y) prefetch(x + i, AHEAD);  // with y, x was looked at for it
     const lanes<A> grad_read = load<A>(grad_z + i, count), update = load<A>(u + i, count);
     const lanes<A> kept = load<A>(x + i, count);
     const lanes<A> grad = load<A>(grad_y + i, count) + f * grad_read;
-    product_f[slot] += grad_read * rounded<TX, A>((HAS_G ? g * kept : kept) + w * update);
+    product_f[slot] +=
+        grad_read * (HAS_Y ? load<A>(y + i, count) : rounded<TX, A>((HAS_G ? g * kept : kept) + w * update));
     product_w[slot] += update * grad;
     if (HAS_G) product_g[slot] += kept * grad;
     store<A>(sum_u + i, load<A>(sum_u + i, count) + w * grad, count);
@@ -290,9 +292,12 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
                          const TU *u, const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial,
                          double *grad_w, double *grad_g, double *grad_f, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
+  const auto with_norm = g ? write_read_backward_row<true, true, A, TX> : write_read_backward_row<false, true, A, TX>;
+  const auto without = g ? write_read_backward_row<true, false, A, TX> : write_read_backward_row<false, false, A, TX>;
+  const auto backward_row = norm ? with_norm : without;
   for_tokens_with_sums(n, 3 * k, threads, partial, [&](int64_t t, double *sums) {
+    TX *y = norm ? scratch<2, TX>(k * d) : nullptr;
     const A *of_norm = !norm ? nullptr : norm_backward(*norm, t, d, grad_z, [&](TU *z) {
-      TX *y = scratch<2, TX>(k * d);
       for_blocks(d, [&](int64_t start, int64_t length) {
         A buffer[WIDTH_BLOCK];
         const A *update = in_accumulation_type(u + t * d + start, buffer, length);
@@ -307,9 +312,8 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
       const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
-        (g ? write_read_backward_row<true, A, TX> : write_read_backward_row<false, A, TX>)(
-            grad_y + row, grad, x + row, update, w[s], g ? g[s] : A(1), f[s], sum_u, grad_x + row, sums + s,
-            sums + k + s, sums + 2 * k + s, length);
+        backward_row(grad_y + row, grad, x + row, norm ? y + s * d + start : nullptr, update, w[s], g ? g[s] : A(1),
+                     f[s], sum_u, grad_x + row, sums + s, sums + k + s, sums + 2 * k + s, length);
       }
       copy_row<A>(sum_u, grad_u + t * d + start, length);
     });
