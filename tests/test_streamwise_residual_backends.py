@@ -72,7 +72,7 @@ def test_triton_serves_cpu_tensors_under_its_interpreter(tmp_path: Path) -> None
     lines = run(tmp_path, MEGATRON_STREAMWISE_BACKEND="triton", TRITON_INTERPRET="1")
     assert lines[0] == (
         "INFO Streamwise residual operators on cpu: triton kernels (read triton, write triton, write and read in one "
-        "pass, bias and dropout in the write)."
+        "pass, read and norm in one pass up to D=8192, whose row is held in registers, bias and dropout in the write)."
     )
     assert lines[1:] == ["BACKEND triton"] * 2
 
