@@ -81,7 +81,7 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
         4,
         ("--num-streams", "4", "--hidden-size", "8", "--tokens", "16", "--repeats", "1", "--dtype", "fp64"),
     )
-    done = run(*arguments, "--backend", "auto", "--retention", "--no-package", "--json", str(path))
+    done = run(*arguments, "--backend", "auto", "--retention", "--norm", "RMSNorm", "--no-package", "--json", str(path))
     assert done.returncode == 0, done.stderr
     moved = {
         ("read", "forward", False): k + 1,
@@ -94,7 +94,12 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
         ("write_read", "backward", False): 3 * k + 3,
         ("step", "both", False): 9 * k + 5,
     }
+    for op in ("read", "write_read"):  # in one operation a norm moves nothing; apart it reads z, writes n, ...
+        for direction, apart in (("forward", 2), ("backward", 3)):
+            moved[f"{op} RMSNorm", direction, False] = moved[op, direction, False]
+            moved[f"{op} then RMSNorm", direction, False] = moved[op, direction, False] + apart
     records = json.loads(path.read_text())
+    assert {r["op"] for r in records if "apart" in r["speedup_over"]} == {"read RMSNorm", "write_read RMSNorm"}
     assert len(records) == len(moved)
     rates = [r["fraction_of_copy"] * r["seconds"] / moved[r["op"], r["direction"], r["retention"]] for r in records]
     assert rates == pytest.approx([rates[0]] * len(rates))
