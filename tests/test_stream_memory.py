@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training.stream_memory import (
@@ -30,6 +30,7 @@ stages = st.lists(st.builds(StageLoad, st.integers(1, 96), st.integers(1, 8)), m
 
 
 @given(stages, st.integers(2, 16))
+@settings(deadline=None)
 def test_best_block_is_the_least_of_all(loads: list[StageLoad], num_streams: int) -> None:
     costs = plain_costs(num_streams)
     best = best_block_size(loads, costs)
@@ -40,6 +41,7 @@ def test_best_block_is_the_least_of_all(loads: list[StageLoad], num_streams: int
 
 
 @given(st.integers(24, 200), st.integers(2, 8))
+@settings(deadline=None)
 def test_best_block_is_near_the_square_root_rule(num_layers: int, num_streams: int) -> None:
     costs, stage = plain_costs(num_streams), StageLoad(num_layers)
     branches = BRANCHES_PER_LAYER * num_layers
