@@ -33,6 +33,7 @@ from megatron.core.ssm.torch_mamba_operators import use_torch_mamba_operators
 from megatron.core.transformer.wide_residual_config import WideResidualConfig, widen_transformer_config
 from megatron.cpu.host import training_host
 from megatron.cpu.replacements import Replacements
+from megatron.training.earlier_experts import set_aside_earlier_experts
 
 VOCABULARY, SEQUENCE, BATCH, WIDTH, HEADS, LAYERS = 256, 32, 2, 64, 4, 3
 
@@ -42,6 +43,7 @@ def single_process_megatron() -> Iterator[None]:
     """Initialise torch.distributed and Megatron's groups for this process alone, and end them afterwards."""
     with training_host() as host, Replacements() as replaced:
         use_torch_mamba_operators(replaced, host)
+        set_aside_earlier_experts(replaced)
         backend = "nccl" if host == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()

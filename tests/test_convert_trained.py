@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from harness_convert import assert_same_tensors, options, train_all
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.wide_residual_config import WideResidualConfig
 from megatron.training.checkpoints.conversion import execute
 from megatron.training.checkpoints.layout import Layout
@@ -150,6 +152,9 @@ def test_widen_computes_the_same_logits(
 ) -> None:
     # What an MoE model leaves behind that ran a backward pass in this process before.
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
+    tracker = MoEMetricsTracker()
+    tracker.record("load_balancing_loss", torch.tensor(1.0), layer_number=1, num_layers=1)
+    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", tracker)
     out = tmp_path / "wide"
     command = ["widen", "--input", str(trained / name), "--output", str(out), "--num-streams", "4", "--verify"]
     assert main([*command, "--tolerance", "1e-6"]) == 0

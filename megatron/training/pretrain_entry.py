@@ -275,7 +275,6 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     """
     import torch
     from megatron.core.enums import ModelType
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.global_vars import get_tokenizer
     from megatron.training.training import pretrain, set_startup_timestamps
@@ -286,6 +285,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     from megatron.run_control.heartbeat import beating, join_run
     from megatron.run_control.trainer_side import leaving_on_request
     from megatron.training.data.unigram import describe_unigram_entropy
+    from megatron.training.earlier_experts import set_aside_earlier_experts
     from megatron.training.language_batches import forward_step
     from megatron.training.local_defaults import upstream_refusals
     from megatron.training.run_logs.writers import closing_writers
@@ -295,8 +295,7 @@ def train(host: Host, kind: ModelKind, store: Any = None) -> None:
     if store is None and "WORLD_SIZE" not in os.environ:
         store = torch.distributed.HashStore()  # alone: no address to meet at
     with Replacements() as replaced:
-        # A class attribute: what experts that ran in this process before left there may have another shape.
-        replaced.set(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+        set_aside_earlier_experts(replaced)
         install_tokenizers(replaced)
         kind.prepare(replaced, host)
         args = parse_training_arguments(

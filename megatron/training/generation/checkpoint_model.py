@@ -23,7 +23,6 @@ from typing import Any
 import megatron.training.training as training
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_tokenizer
 
@@ -31,6 +30,7 @@ from megatron.cpu.host import Host
 from megatron.cpu.replacements import Replacements
 from megatron.patches.offline_tokenizers import install_tokenizers
 from megatron.training.data.errors import DataError
+from megatron.training.earlier_experts import set_aside_earlier_experts
 from megatron.training.generation.checkpoint_location import CheckpointLocation, checkpoint_errors
 from megatron.training.generation.errors import GenerationError
 from megatron.training.generation.stored_arguments import restore_model_arguments, stored_hybrid_pattern
@@ -151,8 +151,7 @@ def open_checkpoint(location: CheckpointLocation, host: Host) -> Iterator[Loaded
         )
     with Replacements() as replaced:
         install_tokenizers(replaced)
-        # A class attribute: what an MoE model that ran in this process before left there may have another shape.
-        replaced.set(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+        set_aside_earlier_experts(replaced)
         try:
             with _choices_reported(location):
                 args, stored = _parse(location, host, replaced)
