@@ -25,7 +25,10 @@ FLAGS = [
     *("--vocab-size", "128", "--padded-vocab-size", "128"),
 ]
 NO_DROPOUT = ["--hidden-dropout=0", "--attention-dropout=0"]
-MOE = ["--num-experts=4", "--moe-router-topk=2", "--disable-bias-linear", "--moe-token-dispatcher-type=alltoall"]
+MOE = [
+    *("--num-experts=4", "--moe-router-topk=2", "--disable-bias-linear", "--moe-token-dispatcher-type=alltoall"),
+    *("--moe-router-load-balancing-type=aux_loss", "--moe-aux-loss-coeff=0.01"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

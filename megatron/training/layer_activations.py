@@ -28,6 +28,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.core import parallel_state
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
+from megatron.cpu.replacements import Replacements
+from megatron.training.earlier_experts import set_aside_earlier_experts
 from megatron.training.held_memory import HeldForBackward
 from megatron.training.wide_residual_arguments import WIDE_RESIDUAL_ARGUMENTS
 from megatron.training.wide_residual_builders import gpt_model_config_from_args
@@ -126,7 +128,8 @@ def hold(model: Any, args: Namespace, seq_length: int, num_streams: int | None, 
     x = torch.randn(local_length, batch, args.hidden_size * (num_streams or 1), device=device).to(dtype)
     mask = torch.ones(batch, 1, seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
     model.set_input_tensor(x.requires_grad_())
-    with HeldForBackward(model.parameters()) as held:
+    with Replacements() as replaced, HeldForBackward(model.parameters()) as held:
+        set_aside_earlier_experts(replaced)
         output = model(None, None, mask)
         kept = held.now()
         if backward:
