@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import FlagTable, check_flags, flag_sources, known_flags
 from megatron.run_control.recipes import Recipe, flag_arguments, load_recipe, parse_overrides
 from megatron.run_control.run_folder import RunFolder, script_arguments
+from megatron.run_control.snapshot import take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
@@ -242,6 +244,53 @@ def test_a_run_folder_refuses_another_run_and_says_both_values(tmp_path: Path) -
         with pytest.raises(LaunchError, match=r"Continue it as it is with .*rerun\.sh, or choose another") as error:
             run.create(other, ROOT)
         assert complaint in str(error.value)
+
+
+def test_a_moved_or_copied_run_folder_is_refused_by_name(tmp_path: Path) -> None:
+    run, recipe = RunFolder(tmp_path / "run"), Recipe("a.py", flags={"lr": 1})
+    run.create(recipe, ROOT)
+    shutil.copytree(run.path, tmp_path / "copy")
+    with pytest.raises(LaunchError, match=r"copy was moved or copied from .*/run, which its flags still name"):
+        RunFolder(tmp_path / "copy").create(recipe, ROOT)
+    (tmp_path / "link").symlink_to(run.path)
+    assert not RunFolder((tmp_path / "link").resolve()).create(recipe, ROOT), "another name of the same folder"
+
+
+@pytest.mark.parametrize("content", ["recipe.yaml", "log.txt", "checkpoints/latest_checkpointed_iteration.txt"])
+def test_a_folder_that_is_no_run_is_neither_written_nor_loaded_from(content: str, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "foreign")
+    file = run.path / content
+    file.parent.mkdir(parents=True)
+    file.write_text("mine\n")
+    with pytest.raises(LaunchError, match=r"foreign is not empty and is no run folder: .* Choose a new or an empty"):
+        run.create(Recipe("a.py"), ROOT)
+    assert file.read_text() == "mine\n"
+    assert not run.launch.exists()
+
+
+def test_a_creation_that_was_killed_is_done_again(tmp_path: Path) -> None:
+    run, recipe = RunFolder(tmp_path / "run"), Recipe("a.py", flags={"lr": 1})
+    assert run.create(recipe, ROOT)
+    run.launch.unlink()  # written last
+    (run.path / ".launch.json.17").write_text("{")
+    assert run.create(recipe, ROOT)
+
+
+def test_rerun_sh_stays_in_its_folder_whatever_its_name_and_refuses_a_copy(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / 'a b\'s "q" $HOME')
+    run.create(Recipe("a.py"), ROOT)
+    take_snapshot(run, ROOT, "typed", ["printf", "%s\\n"])
+
+    def rerun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(script), *arguments], capture_output=True, text=True, check=False)
+
+    assert rerun(run.rerun).stdout.splitlines() == [str(run.recipe), "--run-dir", str(run.path)]
+    assert rerun(run.rerun, "new one").stdout.splitlines() == [str(run.recipe), "--run-dir", "new one"]
+    shutil.copytree(run.path, tmp_path / "copy")
+    refused = rerun(tmp_path / "copy" / "rerun.sh")
+    assert refused.returncode == 2
+    assert not refused.stdout
+    assert "was moved or copied" in refused.stderr
 
 
 def test_names_and_values_that_no_file_can_hold_are_refused_before_anything_is_written(tmp_path: Path) -> None:

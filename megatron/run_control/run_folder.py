@@ -108,9 +108,16 @@ class RunFolder:
             if self.launch.exists():
                 self._check_same(recipe)
                 return False
-            write_whole(self.recipe, recipe.as_yaml())
-            write_whole(self.flags, "".join(f"{argument}\n" for argument in arguments))
-            settings = {**_settings_of(recipe), "repository": str(repository), "created": time.time()}
+            begun = {self.recipe: recipe.as_yaml(), self.flags: "".join(f"{argument}\n" for argument in arguments)}
+            self._check_free(begun)
+            for file, text in begun.items():
+                write_whole(file, text)
+            settings = {
+                **_settings_of(recipe),
+                "repository": str(repository),
+                "folder": str(self.path.resolve()),
+                "created": time.time(),
+            }
             write_whole(self.launch, json.dumps(settings, indent=2) + "\n")
         return True
 
@@ -127,11 +134,38 @@ class RunFolder:
         difference = self.difference(recipe)
         if difference is None:
             return
+        if (was := self._moved_from()) is not None:
+            raise LaunchError(
+                f"{self.path} was moved or copied from {was}, which its flags still name. Put it back there, or start "
+                "afresh in another --run-dir"
+            )
         there, wanted = difference
         raise LaunchError(
             f"{self.path} holds a run that was launched with {there}; {wanted} is wanted now. Continue it as it is "
             f"with {self.rerun}, or choose another --run-dir"
         )
+
+    def _moved_from(self) -> Path | None:
+        """The folder that the run was launched in, where that is another one than this."""
+        was = self.settings().get("folder")
+        if was is None or (Path(was).exists() and self.path.samefile(was)):
+            return None
+        return Path(was)
+
+    def _check_free(self, begun: Mapping[Path, str]) -> None:
+        """Refuse a folder that holds something and is no run: nothing of it is overwritten or taken for the run's.
+        `begun`: files with a content that a creation that was killed may have left."""
+        ours = {".creating.lock", self.lock.name}
+        ours |= {file.name for file, text in begun.items() if file.is_file() and file.read_bytes() == text.encode()}
+        partial = tuple(f".{file.name}." for file in (self.recipe, self.flags, self.launch))
+        found = sorted(
+            entry.name for entry in self.path.iterdir() if entry.name not in ours and not entry.name.startswith(partial)
+        )
+        if found:
+            raise LaunchError(
+                f"{self.path} is not empty and is no run folder: it has no {self.launch.name}, but "
+                f"{', '.join(found[:4])}{' ...' if len(found) > 4 else ''}. Choose a new or an empty folder for it"
+            )
 
     def difference(self, recipe: Recipe) -> tuple[str, str] | None:
         """What the run has and a recipe has not, and the other way round; None where they are one run. The order of

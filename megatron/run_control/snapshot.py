@@ -74,9 +74,16 @@ def _rerun_script(run: RunFolder, repository: Path, command: Sequence[str]) -> s
     return f"""#!/usr/bin/env bash
 # The same run again: without an argument it goes on from its last checkpoint, with a folder it starts afresh there.
 set -euo pipefail
+run={folder}
+here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd -P)
+if ! [ "$here" -ef "$run" ]; then
+    printf 'error: %s holds the rerun.sh of %s: it was moved or copied, and its flags name the old place. %s\\n' \\
+        "$here" "$run" 'Put it back there, or start afresh in a new --run-dir' >&2
+    exit 2
+fi
 cd {shlex.quote(str(repository))}
-was=$(head -n 1 {folder}/snapshot/commit.txt)
+was=$(head -n 1 "$run/snapshot/commit.txt")
 now=$(git rev-parse HEAD 2>/dev/null || true)
 [ "$was" = "$now" ] || printf 'note: the run was launched from commit %s, this is %s\\n' "$was" "$now" >&2
-exec {shlex.join(command)} {folder}/recipe.yaml --run-dir "${{1-{folder}}}"
+exec {shlex.join(command)} "$run/recipe.yaml" --run-dir "${{1-$run}}"
 """
