@@ -197,7 +197,9 @@ def _check_rerun(cluster: Cluster, run: Path, options: list[str]) -> None:
     assert command[:2] == ["exec", "sbatch"]
     assert set(options) <= set(command), f"lost: {set(options) - set(command)}"
     assert "scripts/slurm/pretrain_mamba.sbatch" in command
-    cluster.run("bash", "-c", script.replace("exec sbatch", "exec sbatch --test-only"))
+    only_tested = run / "rerun-tested.sh"  # beside it: a rerun.sh refuses to run from another folder
+    only_tested.write_text(script.replace("exec sbatch", "exec sbatch --test-only"))
+    cluster.run("bash", str(only_tested))
 
 
 # A trainer that fails with a given status; one that waits to be asked to save, and is done at its second start.
