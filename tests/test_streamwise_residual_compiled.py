@@ -13,73 +13,92 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer import streamwise_residual_compiled, streamwise_residual_kernels
-from megatron.core.transformer.streamwise_residual_compiled import CompiledKernels, load_library
+from megatron.core.transformer import streamwise_residual_kernels, streamwise_residual_library
+from megatron.core.transformer.streamwise_residual_compiled import CompiledOperators
+from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
+from megatron.core.transformer.streamwise_residual_factor_operators import FactorOperators
+from megatron.core.transformer.streamwise_residual_library import load_library
 from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
-from megatron.core.transformer.streamwise_residual_protocol import NormingStreamwiseKernels
+from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
 
 N, K, D = 37, 5, 83  # nothing is a multiple of anything
+P = 9  # length of a padded controller
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.fixture(scope="module")
-def kernels() -> CompiledKernels:
-    return CompiledKernels(load_library())
+def kernels() -> CompiledOperators:
+    return CompiledOperators(load_library())
 
 
-def everything(kernels: NormingStreamwiseKernels, stream: torch.dtype, branch: torch.dtype) -> list[Tensor]:
-    """Every result of every kernel, with retention, without and with norms, for the same inputs."""
+def everything(
+    kernels: StreamwiseOperators,
+    stream: torch.dtype,
+    branch: torch.dtype,
+    *,
+    norms: bool = True,
+    values: torch.dtype | None = None,
+    d: int = D,
+) -> list[Tensor]:
+    """Every result of every operator, with retention, without and with a bias and norms, for the same inputs."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    held = torch.float64 if torch.float64 in (stream, branch) else torch.float32
-    x, y = (random(N, K, D, dtype=stream) for _ in range(2))
-    u, z = (random(N, D, dtype=branch) for _ in range(2))
-    w, g, r = (random(K, dtype=held) for _ in range(3))
-    parameters = [random(D, dtype=held) for _ in range(2)]
-    found = [
-        kernels.read_forward(x, r, branch),
-        *kernels.read_backward(z, x, r, stream, wants_grad_x=True),
-        kernels.write_forward(x, u, w, g),
-        *kernels.write_backward(y, x, u, w, g, branch, wants_grad_u=True),
-        *kernels.write_read_forward(x, u, w, g, r, branch),
-        *kernels.write_read_backward(y, z, x, u, w, g, r),
-    ]
+    held = torch.float64 if torch.float64 in (stream, branch, values) else torch.float32
+    x, y, through = (random(N, K * d, dtype=stream) for _ in range(3))
+    u, z = (random(N, d, dtype=branch) for _ in range(2))
+    kinds: tuple[ControllerKind, ...] = ("write", "retention", "read")
+    w, g, r = (Controller(random(P, dtype=values or held), K, kind, held, 0.1) for kind in kinds)
+    bias_d = random(d, dtype=branch)
+    parameters = [random(d, dtype=held) for _ in range(2)]
+    plain = StreamwiseUpdate(u, u.dtype)
+    updates = [plain, StreamwiseUpdate(u, u.dtype, bias_d)] if kernels.fuses_bias(stream, branch) else [plain]
+    found: list[Tensor | None] = [kernels.read_forward(x, r, branch)]
+    for added in (None, through):
+        found += kernels.read_backward(z, x, r, stream, wants_grad_x=True, through=added)
+    for update in updates:
+        found += [
+            kernels.write_forward(x, update, w, g),
+            *kernels.write_backward(y, x, update, w, g, wants_grad_x=True, wants_grad_u=True),
+            *kernels.write_read_forward(x, update, w, g, r, branch),
+            *kernels.write_read_backward(y, z, x, update, w, g, r),
+        ]
     assert all(result is not None for result in found)
-    if kernels.fuses_norm(stream, branch, held):
-        for norm in (StreamNorm("RMSNorm", D, 1e-5, parameters[0]), StreamNorm("LayerNorm", D, 1e-5, *parameters)):
+    if norms and kernels.fuses_norm(d, stream, branch, held):
+        for norm in (StreamNorm("RMSNorm", d, 1e-5, parameters[0]), StreamNorm("LayerNorm", d, 1e-5, *parameters)):
             call, other = NormCall(norm, held), NormCall(norm, held)
             found += [
                 kernels.read_forward(x, r, branch, call),
-                *kernels.read_backward(z, x, r, stream, wants_grad_x=True, norm=call),
-                *kernels.write_read_forward(x, u, w, g, r, branch, other),
-                *kernels.write_read_backward(y, z, x, u, w, g, r, other),
+                *kernels.read_backward(z, x, r, stream, wants_grad_x=True, through=through, norm=call),
+                *kernels.write_read_forward(x, plain, w, g, r, branch, other),
+                *kernels.write_read_backward(y, z, x, plain, w, g, r, other),
             ]
             for made in (call, other):
                 found += [made.mean_n, made.scale_n, made.grad_weight_d, made.grad_bias_d]
     return [result for result in found if result is not None]
 
 
-def test_bf16_is_rounded_as_pytorch_rounds_it_subnormals_and_nan_included(kernels: CompiledKernels) -> None:
+def test_bf16_is_rounded_as_pytorch_rounds_it_subnormals_and_nan_included(kernels: CompiledOperators) -> None:
     """A write of one stream by 1 into zeros is the conversion from fp32 to bf16, and a read the one back."""
     bits = torch.arange(0, 1 << 32, 65521, dtype=torch.int64)  # every exponent, both signs, infinities, NaN
     values_nd = bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)[None]
-    rounded = kernels.read_forward(values_nd[:, None].contiguous(), torch.ones(1), torch.bfloat16)
+    whole = Controller(torch.ones(1), 1, "factor", torch.float32)
+    rounded = kernels.read_forward(values_nd, whole, torch.bfloat16)
     wanted = values_nd.to(torch.bfloat16)
     is_number = ~wanted.isnan()
     assert torch.equal(rounded.isnan(), wanted.isnan())
     assert torch.equal(rounded[is_number].view(torch.int16), wanted[is_number].view(torch.int16))
-    subnormal_nkd = torch.tensor([1, 2, 127, -32767], dtype=torch.int16).view(torch.bfloat16)[None, None].contiguous()
-    read = kernels.read_forward(subnormal_nkd, torch.ones(1), torch.float32)
-    assert torch.equal(read, subnormal_nkd[0].float()), "subnormal bf16 numbers changed"
+    subnormal_nd = torch.tensor([[1, 2, 127, -32767]], dtype=torch.int16).view(torch.bfloat16)
+    read = kernels.read_forward(subnormal_nd, whole, torch.float32)
+    assert torch.equal(read, subnormal_nd.float()), "subnormal bf16 numbers changed"
 
 
 @pytest.mark.parametrize("stream", DTYPES, ids=str)
 @pytest.mark.parametrize("branch", [*DTYPES, torch.float16], ids=str)
 def test_twenty_repetitions_give_the_same_bits_in_every_mixture_of_dtypes(
-    kernels: CompiledKernels, stream: torch.dtype, branch: torch.dtype
+    kernels: CompiledOperators, stream: torch.dtype, branch: torch.dtype
 ) -> None:
     first = everything(kernels, stream, branch)
     for _ in range(19):
@@ -87,32 +106,87 @@ def test_twenty_repetitions_give_the_same_bits_in_every_mixture_of_dtypes(
             assert torch.equal(one, other)
 
 
+def _without_biases(kernels: CompiledOperators) -> CompiledOperators:
+    """The same operators, of which `everything` asks no bias."""
+    kernels = CompiledOperators(load_library())
+    kernels.fuses_bias = lambda *_: False  # type: ignore[method-assign]
+    return kernels
+
+
 @pytest.mark.parametrize("d", [1, 15, 16, 17, 1023, 1024, 1025, 2100])
-def test_rows_of_any_length_give_what_the_eager_kernels_give(kernels: CompiledKernels, d: int) -> None:
-    x, u = torch.randn(3, 4, d), torch.randn(3, d)
-    f, g = torch.rand(4), torch.rand(4)
-    for found, wanted in (
-        (kernels.read_forward(x, f, torch.float32), streamwise_residual_kernels.read_forward(x, f, torch.float32)),
-        (kernels.write_forward(x, u, f, g), streamwise_residual_kernels.write_forward(x, u, f, g)),
+@pytest.mark.parametrize("values", [torch.float32, torch.float64], ids=str)
+def test_rows_of_any_length_give_what_the_eager_kernels_give(
+    kernels: CompiledOperators, d: int, values: torch.dtype
+) -> None:
+    stream = values  # fp64 controllers beside an fp32 stream run on the eager kernels
+    compiled, eager = _without_biases(kernels), FactorOperators("eager", streamwise_residual_kernels)
+    for found, wanted in zip(
+        everything(compiled, stream, stream, norms=False, values=values, d=d),
+        everything(eager, stream, stream, norms=False, values=values, d=d),
+        strict=True,
     ):
-        torch.testing.assert_close(found, wanted)
-    found_k = kernels.write_backward(x, x, u, f, g, torch.float32, wants_grad_u=True)
-    wanted_k = streamwise_residual_kernels.write_backward(x, x, u, f, g, torch.float32, wants_grad_u=True)
-    for one, other in zip(found_k, wanted_k, strict=True):
-        assert one is not None
-        assert other is not None
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+        assert found.dtype is wanted.dtype
+        tolerance = 1e-5 if stream is torch.float32 else 1e-13
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_passes_through_a_read_is_added_with_the_bits_of_an_addition(
+    kernels: CompiledOperators, stream: torch.dtype, branch: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, through = (torch.randn(N, K * D, generator=generator).to(stream) for _ in range(2))
+    z = torch.randn(N, D, generator=generator).to(branch)
+    read = Controller(torch.randn(P, generator=generator), K, "read", torch.float32)
+    weight_d, bias_d = torch.randn(2, D, generator=generator)
+    for norm in (None, StreamNorm("RMSNorm", D, 1e-5, weight_d), StreamNorm("LayerNorm", D, 1e-5, weight_d, bias_d)):
+        calls = [None, None] if norm is None else [NormCall(norm, torch.float32), NormCall(norm, torch.float32)]
+        for call in calls:
+            kernels.read_forward(x, read, branch, call)
+        alone, wanted = kernels.read_backward(z, x, read, stream, wants_grad_x=True, norm=calls[0])
+        joined, found = kernels.read_backward(z, x, read, stream, wants_grad_x=True, through=through, norm=calls[1])
+        assert alone is not None
+        assert joined is not None
+        assert torch.equal(joined, alone + through), "one rounding is missing: the read's, or the addition's"
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted), "the controller's gradient depends on what passes through"
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_in_the_write_gives_the_bits_of_an_addition_before_it(
+    kernels: CompiledOperators, stream: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(N, K * D, generator=generator).to(stream) for _ in range(2))
+    u, z, bias = (torch.randn(*s, generator=generator).to(stream) for s in ((N, D), (N, D), (D,)))
+    w, r = (Controller(torch.randn(P, generator=generator), K, kind, torch.float32) for kind in ("write", "read"))
+    assert kernels.fuses_bias(stream, stream)
+    results = []
+    for update in (StreamwiseUpdate(u, stream, bias), StreamwiseUpdate(u + bias, stream)):
+        results.append(
+            [
+                kernels.write_forward(x, update, w, None),
+                *kernels.write_backward(y, None, update, w, None, wants_grad_x=True, wants_grad_u=True),
+                *kernels.write_read_forward(x, update, w, None, r, stream),
+                *kernels.write_read_backward(y, z, x, update, w, None, r),
+            ]
+        )
+    for fused, apart in zip(*results, strict=True):
+        assert (fused is None) == (apart is None)
+        assert fused is None or torch.equal(fused, apart)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 def test_narrower_vectors_give_the_same_results(
-    kernels: CompiledKernels, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    kernels: CompiledOperators, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build for processors without AVX; one with AVX2 differs from it in the size of a vector alone."""
-    flags = tuple("-march=x86-64" if flag == "-march=native" else flag for flag in streamwise_residual_compiled.FLAGS)
-    monkeypatch.setattr(streamwise_residual_compiled, "FLAGS", flags)
-    monkeypatch.setenv(streamwise_residual_compiled.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-    narrow = CompiledKernels(load_library())
+    flags = tuple("-march=x86-64" if flag == "-march=native" else flag for flag in streamwise_residual_library.FLAGS)
+    monkeypatch.setattr(streamwise_residual_library, "FLAGS", flags)
+    monkeypatch.setenv(streamwise_residual_library.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+    narrow = CompiledOperators(load_library())
     for dtype in (torch.float32, torch.bfloat16):
         for one, other in zip(everything(kernels, dtype, dtype), everything(narrow, dtype, dtype), strict=True):
             tolerance = 1e-5 if one.dtype is not torch.bfloat16 else 1e-2

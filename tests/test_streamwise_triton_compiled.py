@@ -52,11 +52,11 @@ del (update := dict(write))["HAS_READ"]
 norm = {"IS_LAYER_NORM": True}
 for kernel, constants in (
     (reads.read_forward, {**shape, "MANY": True}),
-    (reads.read_backward, {**shape, "WANTS_X": True, "WANTS_READ": True}),
+    (reads.read_backward, {**shape, "WANTS_X": True, "WANTS_READ": True, "THROUGH": True}),
     (writes.write_forward, {**shape, **write, "MANY": True}),
     (writes.write_backward, {**shape, **write, **wants}),
     (norms.read_norm_forward, {**shape, **norm, "EPS": 1e-5}),
-    (norms.read_norm_backward, {**shape, **norm, "STEPS": 16}),
+    (norms.read_norm_backward, {**shape, **norm, "THROUGH": True, "STEPS": 16}),
     (norms.write_read_norm_forward, {**shape, **update, **norm, "EPS": 1e-5}),
     (norms.write_read_norm_backward, {**shape, **update, **norm, "STEPS": 16}),
 ):

@@ -120,7 +120,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shape.add_argument("--micro-batch-size", type=positive, default=1, metavar="B", help="sequences of a step")
     shape.add_argument("--vocab-size", type=positive, default=1024, metavar="V", help="size of the vocabulary")
     shape.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters")
-    run = add_run_arguments(parser, repeats=9, allocator="default", plot=True)
+    run = add_run_arguments(parser, repeats=9, allocator="keep", plot=True)
     run.add_argument("--no-memory", action="store_true", help="leave the peak of memory out")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", default=[], help="flags of Megatron's, for all models")
     args = parse(parser, argv)
@@ -170,13 +170,13 @@ def extra_units(num_streams: int, layers: list[int], *, replay: bool) -> int:
     """Elements per token, in units of D, that a wide model moves and the ordinary one does not.
 
     `layers` has each layer's number of branches. A layer reads, then writes and reads at once between its branches, and
-    writes; the gradients of its stream from its first read and first write are added. Docs: performance.md.
+    writes; the backward of its first read adds the gradient of its stream from its first write. Docs: performance.md.
     """
     k, units = num_streams, 0
     for branches in layers:
         fused = branches - 1
         forward = (k + 1) + fused * (2 * k + 2) + (2 * k + 1)
-        backward = (2 * k + 1) + fused * (3 * k + 3) + (k + 2) + 3 * k
+        backward = (3 * k + 1) + fused * (3 * k + 3) + (k + 2)
         units += forward + backward - 6 * branches  # an addition, forward and backward, per ordinary branch
         units += (forward - (2 * k + 1)) if replay else 0
     expand = (k + 1) + (k + 1)

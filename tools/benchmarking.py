@@ -127,7 +127,7 @@ def prepare_process(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if device == "cpu" and getattr(args, "allocator", "default") == "keep" and not keep_freed_memory():
-        raise BenchmarkError("--allocator keep: this C library has no mallopt; use --allocator default")
+        raise BenchmarkError("--allocator keep: malloc is not glibc's, or its variables set it up; use default")
 
 
 @dataclass

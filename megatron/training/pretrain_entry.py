@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.cpu.allocator import keep_freed_memory
 from megatron.cpu.host import Host, HostChoiceError, training_host
 from megatron.training.model_kinds import ModelKind, as_choice_error
 
@@ -332,6 +333,8 @@ def main(kind: ModelKind) -> int:
 
     try:
         with training_host() as host:
+            if host == "cpu":
+                keep_freed_memory()
             train(host, kind)
     except (HostChoiceError, LocalChoiceError, DataError, CheckpointError) as error:
         # Before the processes have met they all find the same, but for what each node has on its disk; later it may be

@@ -132,6 +132,7 @@ def read_norm_backward(
     weight_ptr,
     mean_ptr,
     scale_ptr,
+    through_ptr,
     grad_x_ptr,
     partial_ptr,
     norm_partial_ptr,
@@ -141,6 +142,7 @@ def read_norm_backward(
     D: tl.constexpr,
     K: tl.constexpr,
     READ_KIND: tl.constexpr,
+    THROUGH: tl.constexpr,
     IS_LAYER_NORM: tl.constexpr,
     ACC: tl.constexpr,
     STEPS: tl.constexpr,
@@ -164,9 +166,23 @@ def read_norm_backward(
         )
         sum_weight += tl.reduce(products, 0, tl.standard._sum_combine)
         sum_bias += tl.reduce(grad, 0, tl.standard._sum_combine)
-        grad_x_ptrs = grad_x_ptr + rows.to(tl.int64)[:, None] * (K * D) + columns[None, :]
+        of_stream = rows.to(tl.int64)[:, None] * (K * D) + columns[None, :]
         read_gradients(
-            grad_z, x_ptrs, read_ptr, grad_x_ptrs, partial_ptr + tile, tiles, mask, D, K, READ_KIND, True, True, ACC
+            grad_z,
+            x_ptrs,
+            read_ptr,
+            through_ptr + of_stream,
+            grad_x_ptr + of_stream,
+            partial_ptr + tile,
+            tiles,
+            mask,
+            D,
+            K,
+            READ_KIND,
+            True,
+            True,
+            THROUGH,
+            ACC,
         )
     store_sums(norm_partial_ptr, sum_weight, sum_bias, columns, D, IS_LAYER_NORM)
 

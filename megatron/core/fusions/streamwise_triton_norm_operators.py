@@ -1,7 +1,7 @@
 """Launches of the Triton kernels that read and norm, alone or behind a write.
 
     n = read_forward(x, read, torch.bfloat16, call)          # sets the call's statistics
-    grad_x, grad_read_p = read_backward(grad_n, x, read, call)           # sets the call's gradients
+    grad_x, grad_read_p = read_backward(grad_n, x, read, None, call)           # sets the call's gradients
 
 Used by streamwise_triton_operators, which has the arguments' meaning. What always holds: one kernel each way and, in a
 backward, one more for every controller and for the norm's parameters; results do not depend on how tiles are tuned,
@@ -103,8 +103,10 @@ def read_forward(x: Tensor, read: Controller, z_dtype: torch.dtype, call: NormCa
     return out
 
 
-def read_backward(grad: Tensor, x: Tensor, read: Controller, call: NormCall) -> tuple[Tensor, Tensor]:
-    """(dX, gradient of the controller)."""
+def read_backward(
+    grad: Tensor, x: Tensor, read: Controller, through: Tensor | None, call: NormCall
+) -> tuple[Tensor, Tensor]:
+    """(dX, added to `through` where that is there; gradient of the controller)."""
     rows = _NormRows(grad, call)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial, norm_partial = rows.partial(read, 1), rows.norm_partial()
@@ -116,6 +118,7 @@ def read_backward(grad: Tensor, x: Tensor, read: Controller, call: NormCall) -> 
             read.values_p,
             weight_d,
             *rows.statistics(),
+            grad_x if through is None else through.contiguous(),
             grad_x,
             partial,
             norm_partial,
@@ -124,7 +127,9 @@ def read_backward(grad: Tensor, x: Tensor, read: Controller, call: NormCall) -> 
             rows.tiles,
             **rows.constants(read),
             READ_KIND=KINDS[read.kind],
+            THROUGH=through is not None,
             STEPS=NORM_STEPS,
+            enable_fp_fusion=False,
         )
     rows.set_gradients(norm_partial)
     return grad_x, finish(folded(partial)[0], read)

@@ -40,7 +40,7 @@ class TritonOperators:
     """StreamwiseOperators through Triton."""
 
     name = "triton"
-    fuses_update = True
+    fuses_dropout = True
     max_streams: int | None = MAX_STREAMS
 
     def paths(self) -> dict[str, str]:
@@ -58,6 +58,10 @@ class TritonOperators:
     ) -> bool:
         del stream_dtype, branch_dtype, sum_dtype
         return width <= MAX_NORM_WIDTH
+
+    def fuses_bias(self, stream_dtype: torch.dtype, branch_dtype: torch.dtype) -> bool:
+        del stream_dtype, branch_dtype
+        return True
 
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
         check_streams(read)
@@ -86,11 +90,12 @@ class TritonOperators:
         x_dtype: torch.dtype,
         *,
         wants_grad_x: bool,
+        through: Tensor | None = None,
         norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         if norm is not None:
             assert x is not None
-            return norms.read_backward(grad_z, x, read, norm)
+            return norms.read_backward(grad_z, x, read, through, norm)
         rows = Rows(grad_z)
         grad_x = None
         if wants_grad_x:
@@ -102,6 +107,7 @@ class TritonOperators:
                 *rows.of(grad_z),
                 *rows.of(grad_z if x is None else x),
                 read.values_p,
+                partial if through is None else through.contiguous(),
                 partial if grad_x is None else grad_x,
                 partial,
                 rows.count,
@@ -111,6 +117,8 @@ class TritonOperators:
                 READ_KIND=KINDS[read.kind],
                 WANTS_X=wants_grad_x,
                 WANTS_READ=x is not None,
+                THROUGH=through is not None,
+                enable_fp_fusion=False,
                 **rows.tile,
             )
         return grad_x, None if x is None else finish(folded(partial)[0], read)

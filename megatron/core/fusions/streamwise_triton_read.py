@@ -42,6 +42,7 @@ def read_gradients(
     grad_z,
     x_ptrs,
     read_ptr,
+    through_ptrs,
     grad_x_ptrs,
     partial_ptr,
     tiles,
@@ -51,13 +52,21 @@ def read_gradients(
     READ_KIND: tl.constexpr,
     WANTS_X: tl.constexpr,
     WANTS_READ: tl.constexpr,
+    THROUGH: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Store dX_k = f_k gZ of a tile, and its sums of X_k gZ for its place in partial [K, tiles]."""
+    """Store dX_k = f_k gZ of a tile, and its sums of X_k gZ for its place in partial [K, tiles].
+
+    With THROUGH the rounded dX_k is added to another gradient of X, which has the layout of dX. Launch it without
+    fused multiply-adds, so that this gives the bits of an addition of its own.
+    """
     for k in tl.static_range(K):
         if WANTS_X:
-            grad_x = factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * grad_z
-            tl.store(grad_x_ptrs + k * D, grad_x.to(grad_x_ptrs.dtype.element_ty), mask=mask)
+            grad_x = (factor_of(read_ptr, k, READ_KIND, 0.0, ACC) * grad_z).to(grad_x_ptrs.dtype.element_ty)
+            if THROUGH:
+                through = tl.load(through_ptrs + k * D, mask=mask, other=0).to(ACC)
+                grad_x = (through + grad_x.to(ACC)).to(grad_x_ptrs.dtype.element_ty)
+            tl.store(grad_x_ptrs + k * D, grad_x, mask=mask)
         if WANTS_READ:
             x = tl.load(x_ptrs + k * D, mask=mask, other=0).to(ACC)
             tl.store(partial_ptr + k * tiles.to(tl.int64), sum_all(x * grad_z))
@@ -101,6 +110,7 @@ def read_backward(
     x_outer,
     x_inner,
     read_ptr,
+    through_ptr,
     grad_x_ptr,
     partial_ptr,
     n,
@@ -111,11 +121,12 @@ def read_backward(
     READ_KIND: tl.constexpr,
     WANTS_X: tl.constexpr,
     WANTS_READ: tl.constexpr,
+    THROUGH: tl.constexpr,
     ACC: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """One tile of dX_k = f_k gZ, and its sums of X_k gZ for partial [K, tiles]."""
+    """One tile of dX_k = f_k gZ, and its sums of X_k gZ for partial [K, tiles]. dX and `through` are contiguous."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     columns = tl.program_id(1) * BD + tl.arange(0, BD)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -123,13 +134,14 @@ def read_backward(
     grad_z_ptrs = grad_z_ptr + row_offsets(rows, inner, grad_z_outer, grad_z_inner)[:, None] + columns[None, :]
     grad_z = tl.load(grad_z_ptrs, mask=mask, other=0).to(ACC)
     x_ptrs = x_ptr + row_offsets(rows, inner, x_outer, x_inner)[:, None] + columns[None, :]
-    grad_x_ptrs = grad_x_ptr + rows.to(tl.int64)[:, None] * (K * D) + columns[None, :]
+    of_stream = rows.to(tl.int64)[:, None] * (K * D) + columns[None, :]
     partial_ptr += tile
     read_gradients(
         grad_z,
         x_ptrs,
         read_ptr,
-        grad_x_ptrs,
+        through_ptr + of_stream,
+        grad_x_ptr + of_stream,
         partial_ptr,
         tiles,
         mask,
@@ -138,5 +150,6 @@ def read_backward(
         READ_KIND,
         WANTS_X,
         WANTS_READ,
+        THROUGH,
         ACC,
     )

@@ -42,7 +42,11 @@ class WriteOptions:
 
 
 class StreamwiseRead(torch.autograd.Function):
-    """z = sum_k f_k X_k, with f = sigmoid(controller) or f = controller; with a norm, norm(z)."""
+    """z = sum_k f_k X_k, with f = sigmoid(controller) or f = controller; with a norm, norm(z).
+
+    With `passes` it returns (z, X): what uses that X has its gradient added to that of the read in the backward's one
+    pass over the stream. The bits are those of autograd's own addition.
+    """
 
     @staticmethod
     def forward(
@@ -55,7 +59,8 @@ class StreamwiseRead(torch.autograd.Function):
         is_logit: bool,
         z_dtype: torch.dtype,
         norm: StreamNorm | None,
-    ) -> Tensor:
+        passes: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         operators = streamwise_operators(x.device)
         sum_dtype = sum_dtype_of(x, read_p)
         ctx.read = Controller(read_p, num_streams, "read" if is_logit else "factor", sum_dtype)
@@ -64,16 +69,19 @@ class StreamwiseRead(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[1] or norm is not None  # a norm's input is computed from it again
         ctx.save_for_backward(x if needs_x else None, read_p, weight_d, bias_d, *_statistics(call))
         ctx.operators, ctx.norm, ctx.x_dtype = operators, norm, x.dtype
-        return z
+        ctx.set_materialize_grads(False)
+        return (z, x) if passes else z
 
     @staticmethod
-    def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_z: Tensor | None, through: Tensor | None = None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
+        if grad_z is None:
+            return _wanted(ctx, through)
         x, _, _, _, mean_n, scale_n = ctx.saved_tensors
         operators: StreamwiseOperators = ctx.operators
         call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
         grad_x, grad_read_p = operators.read_backward(
-            grad_z, x, ctx.read, ctx.x_dtype, wants_grad_x=ctx.needs_input_grad[0], norm=call
+            grad_z, x, ctx.read, ctx.x_dtype, wants_grad_x=ctx.needs_input_grad[0], through=through, norm=call
         )
         return _wanted(ctx, grad_x, grad_read_p, *_norm_gradients(call))
 

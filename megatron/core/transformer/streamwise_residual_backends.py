@@ -22,8 +22,9 @@ from functools import cache
 import torch
 
 from megatron.core.transformer import streamwise_residual_kernels
-from megatron.core.transformer.streamwise_residual_compiled import CompiledKernels, CompiledKernelsError, load_library
+from megatron.core.transformer.streamwise_residual_compiled import CompiledOperators
 from megatron.core.transformer.streamwise_residual_factor_operators import FactorOperators
+from megatron.core.transformer.streamwise_residual_library import CompiledKernelsError, load_library
 from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def _make(name: str, device_type: str, interpreted: bool) -> StreamwiseOperators
             f"{BACKEND_VARIABLE}=compiled serves CPU tensors, got tensors on {device_type}: use auto, triton or eager."
         )
     try:
-        return FactorOperators("compiled", CompiledKernels(load_library()))
+        return CompiledOperators(load_library())
     except CompiledKernelsError as error:
         raise StreamwiseBackendError(f"{error}.") from error
 

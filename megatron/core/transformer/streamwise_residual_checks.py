@@ -87,10 +87,9 @@ def check_bias(bias: Tensor | None, update: Tensor) -> None:
     if bias is None:
         return
     _check_activation("bias", bias)
-    try:
-        fits = torch.broadcast_shapes(bias.shape, update.shape) == update.shape and bias.shape[-1] == update.shape[-1]
-    except RuntimeError:
-        fits = False
+    sizes = list(zip(reversed(bias.shape), reversed(update.shape), strict=False))
+    fits = 1 <= bias.dim() <= update.dim() and bias.shape[-1] == update.shape[-1]
+    fits = fits and all(size in (1, wanted) for size, wanted in sizes)
     if not fits:
         raise ValueError(
             f"bias must broadcast to the update's shape {tuple(update.shape)} with a last dimension of "

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "streamwise_residual_controllers.h"
 #include "streamwise_residual_norm.h"
 #include "streamwise_residual_vectors.h"
 
@@ -23,7 +24,7 @@ using namespace streamwise;
 constexpr int64_t TOKEN_BLOCK = 16;           // tokens per partial sum of a controller's gradient
 constexpr int64_t WIDTH_BLOCK = 1024;         // elements of a row that stay in the first cache while streams are mixed
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region costs more than it saves
-constexpr int64_t AHEAD = 4096;               // bytes; the processor's own prefetchers stop at the end of a page
+constexpr int64_t AHEAD = 32768;              // bytes; the processor's own prefetchers stop at the end of a page
 
 int threads_for(int64_t elements, int threads) { return elements < SERIAL_ELEMENTS ? 1 : threads; }
 
@@ -44,23 +45,34 @@ inline const A *in_accumulation_type(const T *row, A *buffer, int64_t length) {
   return buffer;
 }
 
+// What a write adds, in the accumulation type: u, or with a bias their sum, rounded as PyTorch would store it where the
+// stream is no wider.
+template <class TX, class A, class TU>
+inline const A *update_row(const TU *u, const TU *bias, A *buffer, int64_t length) {
+  if (!bias) return in_accumulation_type(u, buffer, length);
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+    const lanes<A> sum = load<A>(u + i, count) + load<A>(bias + i, count);
+    store<A>(buffer + i, std::is_same<TX, TU>::value ? rounded<TU, A>(sum) : sum, count);
+  });
+  return buffer;
+}
+
 // z = sum_s f_s x_s of one block. Streams are added in pairs of pairs, so that four or eight equal streams, read by 1/4
-// or 1/8 each, give the stream exactly. Unless IN_CACHE, the same rows of the next token are asked for.
+// or 1/8 each, give the stream exactly. Unless IN_CACHE, what lies ahead is asked for.
 template <bool IN_CACHE, class A, class TX, class TU>
 inline void read_block(int64_t k, int64_t d, const TX *x, const A *f, TU *z, int64_t length) {
-  const int64_t next_token = k * d * sizeof(TX);
   for_vectors<A>(length, [&](int64_t i, auto count, auto) {
     lanes<A> sum = {};
     int64_t s = 0;
     for (; s + 4 <= k; s += 4) {
       const TX *row = x + s * d + i;
       if (!IN_CACHE)
-        for (int r = 0; r < 4; r++) prefetch(row + r * d, next_token);
+        for (int r = 0; r < 4; r++) prefetch(row + r * d, AHEAD);
       sum += (f[s] * load<A>(row, count) + f[s + 1] * load<A>(row + d, count)) +
              (f[s + 2] * load<A>(row + 2 * d, count) + f[s + 3] * load<A>(row + 3 * d, count));
     }
     for (; s < k; s++) {
-      if (!IN_CACHE) prefetch(x + s * d + i, next_token);
+      if (!IN_CACHE) prefetch(x + s * d + i, AHEAD);
       sum += f[s] * load<A>(x + s * d + i, count);
     }
     store<A>(z + i, sum, count);
@@ -87,28 +99,32 @@ inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *
 }
 
 template <class TX, class TU, class A>
-void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z, const Norm<A> *norm) {
+void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const Controller *read, TU *z,
+                  const Norm<A> *norm) {
+  const Factors<A> f(read, k);
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
   for (int64_t t = 0; t < n; t++) {
     for_blocks(d, [&](int64_t start, int64_t length) {
-      read_block<false>(k, d, x + t * k * d + start, f, z + t * d + start, length);
+      read_block<false>(k, d, x + t * k * d + start, f.all(), z + t * d + start, length);
     });
     if (norm) norm_row(*norm, t, d, z + t * d);
   }
 }
 
-// The write, and with f and z the read of what it stored: the same bits as the two calls.
+// The write, and with `read` and z the read of what it stored: the same bits as the two calls.
 template <class TX, class TU, class A>
-void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, const A *w, const A *g,
-                        const A *f, TX *y, TU *z, const Norm<A> *norm) {
+void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, const TU *bias,
+                        const Controller *write, const Controller *retention, const Controller *read, TX *y, TU *z,
+                        const Norm<A> *norm) {
+  const Factors<A> w(write, k), g(retention, k), f(read, k);
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
   for (int64_t t = 0; t < n; t++) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
-      const A *update = in_accumulation_type(u + t * d + start, buffer, length);
+      const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
       const int64_t row = t * k * d + start;
-      write_block(k, d, x + row, update, w, g, y + row, length);
-      if (z) read_block<true>(k, d, y + row, f, z + t * d + start, length);
+      write_block(k, d, x + row, update, w.all(), g.all(), y + row, length);
+      if (z) read_block<true>(k, d, y + row, f.all(), z + t * d + start, length);
     });
     if (norm) norm_row(*norm, t, d, z + t * d);
   }
@@ -116,31 +132,42 @@ void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *
 
 int64_t token_blocks(int64_t n) { return (n + TOKEN_BLOCK - 1) / TOKEN_BLOCK; }
 
-// Calls body(token, sums) for every token; `sums`, of `count` numbers, are the token block's own, zero at its start.
-template <class Body>
-inline void for_tokens_with_sums(int64_t n, int64_t count, int threads, double *partial, Body body) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t b = 0; b < token_blocks(n); b++) {
-    double *sums = partial + b * count;
-    for (int64_t s = 0; s < count; s++) sums[s] = 0;
-    for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++) body(t, sums);
-  }
-}
+// Sums over the tokens of `count` numbers, in two levels: those of a block of tokens, then of all blocks in order.
+class TokenSums {
+ public:
+  TokenSums(int64_t n, int64_t count) : n(n), count(count), partial(new double[token_blocks(n) * count]) {}
 
-// result[s] = sum over blocks of partial[block][first + s], in order, for k of `count` numbers; result may be null
-void sum_blocks(int64_t n, int64_t count, const double *partial, int64_t first, int64_t k, double *result) {
-  if (!result) return;
-  for (int64_t s = 0; s < k; s++) result[s] = 0;
-  for (int64_t b = 0; b < token_blocks(n); b++)
-    for (int64_t s = 0; s < k; s++) result[s] += partial[b * count + first + s];
-}
+  // Calls body(token, sums) for every token; `sums` are the token block's own, zero at its start.
+  template <class Body>
+  void for_tokens(int threads, Body body) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t b = 0; b < token_blocks(n); b++) {
+      double *sums = partial.get() + b * count;
+      for (int64_t s = 0; s < count; s++) sums[s] = 0;
+      for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++) body(t, sums);
+    }
+  }
+
+  // Gives a controller of k factors the gradient that numbers first to first + k make, if it wants one.
+  void finish(int64_t first, int64_t k, const Controller *controller) const {
+    if (!controller || !controller->gradient) return;
+    std::vector<double> sums(k, 0.0);
+    for (int64_t b = 0; b < token_blocks(n); b++)
+      for (int64_t s = 0; s < k; s++) sums[s] += partial[b * count + first + s];
+    set_gradient(*controller, k, sums.data());
+  }
+
+ private:
+  const int64_t n, count;
+  const std::unique_ptr<double[]> partial;
+};
 
 // The gradient of token t's read from that of its norm, grad; read(z) computes again what was normed. The result is
 // valid until this thread's next call.
 template <class TU, class A, class Read>
-const A *norm_backward(const Norm<A> &norm, int64_t t, int64_t d, const TU *grad, Read read) {
+const A *norm_backward(const Norm<A> &norm, A *partial, int64_t t, int64_t d, const TU *grad, Read read) {
   TU *z = scratch<0, TU>(d);
-  A *grad_z = scratch<1, A>(d), *sums = norm.partial + (t / TOKEN_BLOCK) * norm.sums() * d;
+  A *grad_z = scratch<1, A>(d), *sums = partial + (t / TOKEN_BLOCK) * norm.sums() * d;
   if (t % TOKEN_BLOCK == 0) std::memset(sums, 0, norm.sums() * d * sizeof(A));
   read(z);
   (norm.is_layer_norm ? norm_backward_row<true, A, TU> : norm_backward_row<false, A, TU>)(norm, t, d, grad + t * d, z,
@@ -148,20 +175,27 @@ const A *norm_backward(const Norm<A> &norm, int64_t t, int64_t d, const TU *grad
   return grad_z;
 }
 
-// The second level of the sums of a norm's gradients
+// Room for the sums of a norm's gradients over each block of tokens: [blocks, 1 or 2, d], of w and then b
 template <class A>
-void finish_norm(const Norm<A> &norm, int64_t n, int64_t d, int threads) {
+std::unique_ptr<A[]> norm_sums(const Norm<A> *norm, int64_t n, int64_t d) {
+  return std::unique_ptr<A[]>(norm ? new A[token_blocks(n) * norm->sums() * d] : nullptr);
+}
+
+// The second level of these sums
+template <class A>
+void finish_norm(const Norm<A> &norm, int64_t n, int64_t d, int threads, const A *partial) {
   const int64_t stride = norm.sums() * d;
-  sum_columns(token_blocks(n), stride, d, threads, norm.partial, norm.grad_weight);
-  if (norm.is_layer_norm) sum_columns(token_blocks(n), stride, d, threads, norm.partial + d, norm.grad_bias);
+  sum_columns(token_blocks(n), stride, d, threads, partial, norm.grad_weight);
+  if (norm.is_layer_norm) sum_columns(token_blocks(n), stride, d, threads, partial + d, norm.grad_bias);
 }
 
 // In the rows of all backwards, loads come before stores: rows are often a multiple of 4 KiB apart, and a load waits
 // for an earlier store to an address with the same last 12 bits.
 
-// One row of a read's backward: grad_x = f grad_z where HAS_X; returns sum x grad_z where HAS_F.
-template <bool HAS_X, bool HAS_F, class A, class TX>
-inline A read_backward_row(const A *grad_z, const TX *x, A f, TX *grad_x, int64_t length) {
+// One row of a read's backward: grad_x = f grad_z where HAS_X, rounded to the stream's type and then added to `through`
+// where HAS_THROUGH, as an addition of its own would; returns sum x grad_z where HAS_F.
+template <bool HAS_X, bool HAS_F, bool HAS_THROUGH, class A, class TX>
+A read_backward_row(const A *grad_z, const TX *x, A f, const TX *through, TX *grad_x, int64_t length) {
   lanes<A> product[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     const lanes<A> grad = load<A>(grad_z + i, count);
@@ -169,39 +203,56 @@ inline A read_backward_row(const A *grad_z, const TX *x, A f, TX *grad_x, int64_
       prefetch(x + i, AHEAD);
       product[slot] += load<A>(x + i, count) * grad;
     }
-    if (HAS_X) store<A>(grad_x + i, f * grad, count);
+    if (HAS_THROUGH) prefetch(through + i, AHEAD);
+    if (HAS_X && HAS_THROUGH)
+      store<A>(grad_x + i, load<A>(through + i, count) + uncontracted(rounded<TX, A>(f * grad)), count);
+    else if (HAS_X)
+      store<A>(grad_x + i, f * grad, count);
   });
   return HAS_F ? total<A>(product[0] + product[1]) : A(0);
 }
 
-// grad_x = f_k grad_z, grad_f = sum X_k grad_z. Either may be null, x too where grad_f is. partial is [blocks, k]. With
-// a norm grad_z is the gradient of what was normed, and x is there.
+template <class A, class TX>
+using ReadBackwardRow = A (*)(const A *, const TX *, A, const TX *, TX *, int64_t);
+
+template <class A, class TX>
+ReadBackwardRow<A, TX> read_backward_row_for(bool has_x, bool has_f, bool has_through) {
+  if (!has_x) return read_backward_row<false, true, false, A, TX>;
+  if (has_through) return has_f ? read_backward_row<true, true, true, A, TX> : read_backward_row<true, false, true, A, TX>;
+  return has_f ? read_backward_row<true, true, false, A, TX> : read_backward_row<true, false, false, A, TX>;
+}
+
+// grad_x = f_k grad_z, added to `through` where that is there, and the controller's gradient from sum X_k grad_z. grad_x
+// and the latter may be unwanted; x is null where neither it nor a norm needs it. With a norm grad_z is the gradient of
+// what was normed.
 template <class TX, class TU, class A>
-void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, const A *f, TX *grad_x,
-                   double *partial, double *grad_f, const Norm<A> *norm) {
+void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, const Controller *read,
+                   const TX *through, TX *grad_x, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
-  for_tokens_with_sums(n, k, threads, partial, [&](int64_t t, double *sum_f) {
-    const A *of_norm = !norm ? nullptr : norm_backward(*norm, t, d, grad_z, [&](TU *z) {
+  const Factors<A> f(read, k);
+  const bool has_f = read->gradient;
+  const auto backward_row = read_backward_row_for<A, TX>(grad_x, has_f, through);
+  const auto norm_partial = norm_sums(norm, n, d);
+  TokenSums sums(n, k);
+  sums.for_tokens(threads, [&](int64_t t, double *sum_f) {
+    const A *of_norm = !norm ? nullptr : norm_backward(*norm, norm_partial.get(), t, d, grad_z, [&](TU *z) {
       for_blocks(d, [&](int64_t start, int64_t length) {
-        read_block<false>(k, d, x + t * k * d + start, f, z + start, length);
+        read_block<false>(k, d, x + t * k * d + start, f.all(), z + start, length);
       });
     });
+    if (!grad_x && !has_f) return;
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
       const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
-        if (grad_x && grad_f)
-          sum_f[s] += read_backward_row<true, true>(grad, x + row, f[s], grad_x + row, length);
-        else if (grad_x)
-          read_backward_row<true, false>(grad, x, f[s], grad_x + row, length);
-        else
-          sum_f[s] += read_backward_row<false, true>(grad, x + row, f[s], grad_x, length);
+        sum_f[s] += backward_row(grad, has_f ? x + row : nullptr, f[s], through ? through + row : nullptr,
+                                 grad_x ? grad_x + row : nullptr, length);
       }
     });
   });
-  sum_blocks(n, k, partial, 0, k, grad_f);
-  if (norm) finish_norm(*norm, n, d, threads);
+  sums.finish(0, k, read);
+  if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
 }
 
 // One row of a write's backward: sum_u += w grad_y, grad_x = g grad_y, and the products of u and x with grad_y, added
@@ -237,27 +288,30 @@ WriteBackwardRow<A, TX> write_backward_row_for(bool has_u, bool has_x, bool has_
   return rows[2 * has_u + has_x][2 * has_w + has_g];
 }
 
-// grad_x = g_k grad_y, grad_u = sum_k w_k grad_y_k, grad_w = sum u grad_y_k, grad_g = sum X_k grad_y_k. Each result may
-// be null, and what it alone is made from then too. partial is [blocks, 2, k].
+// grad_x = g_k grad_y, grad_u = sum_k w_k grad_y_k, and the controllers' gradients from sum u grad_y_k and sum X_k
+// grad_y_k. Each result may be unwanted, and what it alone is made from null then.
 template <class TX, class TU, class A>
 void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TX *x, const TU *u,
-                    const A *w, const A *g, TX *grad_x, TU *grad_u, double *partial, double *grad_w, double *grad_g) {
-  const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, grad_w, grad_g);
-  for_tokens_with_sums(n, 2 * k, threads_for(n * k * d, threads), partial, [&](int64_t t, double *sums) {
+                    const TU *bias, const Controller *write, const Controller *retention, TX *grad_x, TU *grad_u) {
+  const Factors<A> w(write, k), g(retention, k);
+  const bool has_w = write->gradient, has_g = retention && retention->gradient;
+  const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, has_w, has_g);
+  TokenSums sums(n, 2 * k);
+  sums.for_tokens(threads_for(n * k * d, threads), [&](int64_t t, double *sum) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
-      const A *update = grad_w ? in_accumulation_type(u + t * d + start, buffer, length) : nullptr;
+      const A *update = !has_w ? nullptr : update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
-        backward_row(grad_y + row, grad_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
-                     grad_x ? grad_x + row : nullptr, sums + s, sums + k + s, length);
+        backward_row(grad_y + row, has_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
+                     grad_x ? grad_x + row : nullptr, sum + s, sum + k + s, length);
       }
       if (grad_u) copy_row<A>(sum_u, grad_u + t * d + start, length);
     });
   });
-  sum_blocks(n, 2 * k, partial, 0, k, grad_w);
-  sum_blocks(n, 2 * k, partial, k, k, grad_g);
+  sums.finish(0, k, write);
+  sums.finish(k, k, retention);
 }
 
 // One row of the backward of a write and read. T = grad_y + f grad_z: sum_u += w T, grad_x = g T, and the products of u
@@ -285,73 +339,79 @@ void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, con
   *sum_f += total<A>(product_f[0] + product_f[1]);
 }
 
-// All gradients of a write and read; g and grad_g are null without retention. partial is [blocks, 3, k]. With a norm
-// grad_z is the gradient of what was normed.
+// All gradients of a write and read. With a norm grad_z is the gradient of what was normed.
 template <class TX, class TU, class A>
 void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x,
-                         const TU *u, const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial,
-                         double *grad_w, double *grad_g, double *grad_f, const Norm<A> *norm) {
+                         const TU *u, const TU *bias, const Controller *write, const Controller *retention,
+                         const Controller *read, TX *grad_x, TU *grad_u, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
-  const auto with_norm = g ? write_read_backward_row<true, true, A, TX> : write_read_backward_row<false, true, A, TX>;
-  const auto without = g ? write_read_backward_row<true, false, A, TX> : write_read_backward_row<false, false, A, TX>;
+  const Factors<A> w(write, k), g(retention, k), f(read, k);
+  const bool has_g = retention;
+  const auto with_norm = has_g ? write_read_backward_row<true, true, A, TX> : write_read_backward_row<false, true, A, TX>;
+  const auto without = has_g ? write_read_backward_row<true, false, A, TX> : write_read_backward_row<false, false, A, TX>;
   const auto backward_row = norm ? with_norm : without;
-  for_tokens_with_sums(n, 3 * k, threads, partial, [&](int64_t t, double *sums) {
+  const auto norm_partial = norm_sums(norm, n, d);
+  TokenSums sums(n, 3 * k);
+  sums.for_tokens(threads, [&](int64_t t, double *sum) {
+    const TU *u_row = u + t * d;
+    const auto update_at = [&](int64_t start, A *buffer, int64_t length) {
+      return update_row<TX>(u_row + start, bias ? bias + start : nullptr, buffer, length);
+    };
     TX *y = norm ? scratch<2, TX>(k * d) : nullptr;
-    const A *of_norm = !norm ? nullptr : norm_backward(*norm, t, d, grad_z, [&](TU *z) {
+    const A *of_norm = !norm ? nullptr : norm_backward(*norm, norm_partial.get(), t, d, grad_z, [&](TU *z) {
       for_blocks(d, [&](int64_t start, int64_t length) {
         A buffer[WIDTH_BLOCK];
-        const A *update = in_accumulation_type(u + t * d + start, buffer, length);
-        write_block(k, d, x + t * k * d + start, update, w, g, y + start, length);
-        read_block<true>(k, d, y + start, f, z + start, length);
+        const A *update = update_at(start, buffer, length);
+        write_block(k, d, x + t * k * d + start, update, w.all(), g.all(), y + start, length);
+        read_block<true>(k, d, y + start, f.all(), z + start, length);
       });
     });
     for_blocks(d, [&](int64_t start, int64_t length) {
       A update_buffer[WIDTH_BLOCK], grad_buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       std::memset(sum_u, 0, length * sizeof(A));
-      const A *update = in_accumulation_type(u + t * d + start, update_buffer, length);
+      const A *update = update_at(start, update_buffer, length);
       const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
-        backward_row(grad_y + row, grad, x + row, norm ? y + s * d + start : nullptr, update, w[s], g ? g[s] : A(1),
-                     f[s], sum_u, grad_x + row, sums + s, sums + k + s, sums + 2 * k + s, length);
+        backward_row(grad_y + row, grad, x + row, norm ? y + s * d + start : nullptr, update, w[s],
+                     has_g ? g[s] : A(1), f[s], sum_u, grad_x + row, sum + s, sum + k + s, sum + 2 * k + s, length);
       }
       copy_row<A>(sum_u, grad_u + t * d + start, length);
     });
   });
-  sum_blocks(n, 3 * k, partial, 0, k, grad_w);
-  sum_blocks(n, 3 * k, partial, k, k, grad_g);
-  sum_blocks(n, 3 * k, partial, 2 * k, k, grad_f);
-  if (norm) finish_norm(*norm, n, d, threads);
+  sums.finish(0, k, write);
+  sums.finish(k, k, retention);
+  sums.finish(2 * k, k, read);
+  if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
 }
 
 }  // namespace
 
-#define STREAMWISE_KERNELS(SUFFIX, TX, TU, A)                                                                        \
-  extern "C" void read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const A *f, TU *z,\
-                                        const Norm<A> *norm) {                                                       \
-    read_forward(n, k, d, threads, x, f, z, norm);                                                                   \
-  }                                                                                                                  \
-  extern "C" void read_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z,             \
-                                         const TX *x, const A *f, TX *grad_x, double *partial, double *grad_f,       \
-                                         const Norm<A> *norm) {                                                      \
-    read_backward(n, k, d, threads, grad_z, x, f, grad_x, partial, grad_f, norm);                                    \
-  }                                                                                                                  \
-  extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,            \
-                                          const TX *x, const TU *u, const A *w, const A *g, TX *grad_x, TU *grad_u,  \
-                                          double *partial, double *grad_w, double *grad_g) {                         \
-    write_backward(n, k, d, threads, grad_y, x, u, w, g, grad_x, grad_u, partial, grad_w, grad_g);                   \
-  }                                                                                                                  \
-  extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x,             \
-                                              const TU *u, const A *w, const A *g, const A *f, TX *y, TU *z,         \
-                                              const Norm<A> *norm) {                                                 \
-    write_read_forward(n, k, d, threads, x, u, w, g, f, y, z, norm);                                                 \
-  }                                                                                                                  \
-  extern "C" void write_read_backward_##SUFFIX(                                                                      \
-      int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,    \
-      const A *w, const A *g, const A *f, TX *grad_x, TU *grad_u, double *partial, double *grad_w, double *grad_g,   \
-      double *grad_f, const Norm<A> *norm) {                                                                         \
-    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, w, g, f, grad_x, grad_u, partial, grad_w, grad_g,    \
-                        grad_f, norm);                                                                               \
+#define STREAMWISE_KERNELS(SUFFIX, TX, TU, A)                                                                         \
+  extern "C" void read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x,                    \
+                                        const Controller *read, TU *z, const Norm<A> *norm) {                         \
+    read_forward(n, k, d, threads, x, read, z, norm);                                                                 \
+  }                                                                                                                   \
+  extern "C" void read_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, \
+                                         const Controller *read, const TX *through, TX *grad_x,                       \
+                                         const Norm<A> *norm) {                                                       \
+    read_backward(n, k, d, threads, grad_z, x, read, through, grad_x, norm);                                          \
+  }                                                                                                                   \
+  extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,             \
+                                          const TX *x, const TU *u, const TU *bias, const Controller *write,          \
+                                          const Controller *retention, TX *grad_x, TU *grad_u) {                      \
+    write_backward<TX, TU, A>(n, k, d, threads, grad_y, x, u, bias, write, retention, grad_x, grad_u);                \
+  }                                                                                                                   \
+  extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, \
+                                              const TU *bias, const Controller *write, const Controller *retention,   \
+                                              const Controller *read, TX *y, TU *z, const Norm<A> *norm) {            \
+    write_read_forward(n, k, d, threads, x, u, bias, write, retention, read, y, z, norm);                             \
+  }                                                                                                                   \
+  extern "C" void write_read_backward_##SUFFIX(                                                                       \
+      int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,     \
+      const TU *bias, const Controller *write, const Controller *retention, const Controller *read, TX *grad_x,       \
+      TU *grad_u, const Norm<A> *norm) {                                                                              \
+    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, bias, write, retention, read, grad_x, grad_u, norm);  \
   }
 
 STREAMWISE_KERNELS(float_float, float, float, float)

@@ -1,11 +1,11 @@
-"""Runs kernels that take factors (eager, compiled) as whole streamwise operators.
+"""Runs kernels that take factors, the eager ones, as whole streamwise operators.
 
     operators = FactorOperators("eager", streamwise_residual_kernels)
     z = operators.read_forward(x, Controller(read_logits_p, 4, "read", torch.float32), torch.bfloat16)
 
 Chosen by streamwise_residual_backends. It brings tensors of any shape to contiguous [n, K, D] and [n, D], turns
-controllers into factors and gradients of factors into gradients of controllers, and composes the fused write and read
-of a backend that brings none from its separate kernels. A norm behind a read is the kernels' own affair.
+controllers into factors and gradients of factors into gradients of controllers, and composes the write and read from
+the separate kernels. Norms, biases and dropout are left to PyTorch.
 
 What always holds: the composed write and read gives the bits of the two operators one after the other, forward and
 backward, and keeps nothing for its backward that a fused one does not keep: Y is computed again there.
@@ -16,7 +16,6 @@ Tensor names: n tokens, k streams, d branch width, p padded controller.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from torch import Tensor
 from megatron.core.transformer.streamwise_residual_controllers import Controller
 from megatron.core.transformer.streamwise_residual_norm import NormCall
 from megatron.core.transformer.streamwise_residual_protocol import (
-    FusedStreamwiseKernels,
-    NormingStreamwiseKernels,
     StreamwiseKernels,
     StreamwiseUpdate,
     WriteGradients,
@@ -36,42 +33,34 @@ from megatron.core.transformer.streamwise_residual_protocol import (
 class FactorOperators:
     """StreamwiseOperators over StreamwiseKernels; both are defined in streamwise_residual_protocol."""
 
-    fuses_update = False
+    fuses_dropout = False
     max_streams: int | None = None
 
     def __init__(self, name: str, kernels: StreamwiseKernels) -> None:
         self.name = name
         self._kernels = kernels
-        fused = cast(FusedStreamwiseKernels, kernels) if hasattr(kernels, "write_read_forward") else None
-        self._fused: FusedStreamwiseKernels | None = fused
-        norming = cast(NormingStreamwiseKernels, kernels) if hasattr(kernels, "fuses_norm") else None
-        self._norming: NormingStreamwiseKernels | None = norming
 
     def paths(self) -> dict[str, str]:
         """How each operator runs, for the log."""
-        one, other = "in one pass", "one after the other"
         return {
-            "read": self.name,
-            "write": self.name,
-            "write and read": one if self._fused is not None else other,
-            "read and norm": one if self._norming is not None else other,
+            **dict.fromkeys(("read", "write"), self.name),
+            **dict.fromkeys(("write and read", "read and norm"), "one after the other"),
             "bias and dropout": "PyTorch",
         }
 
     def fuses_norm(
         self, width: int, stream_dtype: torch.dtype, branch_dtype: torch.dtype, sum_dtype: torch.dtype
     ) -> bool:
-        del width  # a row of any width stays in cache
-        return self._norming is not None and self._norming.fuses_norm(stream_dtype, branch_dtype, sum_dtype)
+        del width, stream_dtype, branch_dtype, sum_dtype
+        return False
 
-    def _taking(self, norm: NormCall | None) -> dict[str, Any]:
-        """The norm as a keyword of kernels that take one; nothing for others, which are never given any."""
-        assert norm is None or self._norming is not None
-        return {} if norm is None else {"norm": norm}
+    def fuses_bias(self, stream_dtype: torch.dtype, branch_dtype: torch.dtype) -> bool:
+        del stream_dtype, branch_dtype
+        return False
 
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
-        x_nkd = _as_streams(x, read.num_streams)
-        z_nd = self._kernels.read_forward(x_nkd, read.factors(), z_dtype, **self._taking(norm))
+        assert norm is None
+        z_nd = self._kernels.read_forward(_as_streams(x, read.num_streams), read.factors(), z_dtype)
         return _shaped(z_nd, (*x.shape[:-1], z_nd.shape[-1]))
 
     def read_backward(
@@ -82,17 +71,20 @@ class FactorOperators:
         x_dtype: torch.dtype,
         *,
         wants_grad_x: bool,
+        through: Tensor | None = None,
         norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
+        assert norm is None
         grad_x_nkd, grad_factor_k = self._kernels.read_backward(
             _as_tokens(grad_z),
             None if x is None else _as_streams(x, read.num_streams),
             read.factors(),
             x_dtype,
             wants_grad_x=wants_grad_x,
-            **self._taking(norm),
         )
         grad_x = None if grad_x_nkd is None else _as_wide(grad_x_nkd, grad_z)
+        if grad_x is not None and through is not None:
+            grad_x += through
         return grad_x, None if grad_factor_k is None else read.gradient(grad_factor_k)
 
     def write_forward(
@@ -147,16 +139,8 @@ class FactorOperators:
         z_dtype: torch.dtype,
         norm: NormCall | None = None,
     ) -> tuple[Tensor, Tensor]:
-        x_nkd, u_nd = _as_streams(x, write.num_streams), _as_tokens(update.tensor())
-        retention_k = None if retention is None else retention.factors()
-        if self._fused is not None:
-            y_nkd, z_nd = self._fused.write_read_forward(
-                x_nkd, u_nd, write.factors(), retention_k, read.factors(), z_dtype, **self._taking(norm)
-            )
-        else:
-            y_nkd = self._kernels.write_forward(x_nkd, u_nd, write.factors(), retention_k)
-            z_nd = self._kernels.read_forward(y_nkd, read.factors(), z_dtype, **self._taking(norm))
-        return _shaped(y_nkd, x.shape), _shaped(z_nd, update.tensor().shape)
+        y = self.write_forward(x, update, write, retention)
+        return y, self.read_forward(y, read, z_dtype, norm)
 
     def write_read_backward(
         self,
@@ -169,56 +153,13 @@ class FactorOperators:
         read: Controller,
         norm: NormCall | None = None,
     ) -> WriteReadGradients:
-        u = update.tensor()
-        grad_y_nkd, x_nkd = _as_streams(grad_y, write.num_streams), _as_streams(x, write.num_streams)
-        controllers = (write.factors(), None if retention is None else retention.factors(), read.factors())
-        backward = self._compose_backward if self._fused is None else self._fused.write_read_backward
-        grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k, grad_read_k = backward(
-            grad_y_nkd, _as_tokens(grad_z), x_nkd, _as_tokens(u), *controllers, **self._taking(norm)
-        )
-        return WriteReadGradients(
-            grad_x_nkd.view(x.shape),
-            grad_u_nd.view(u.shape),
-            write.gradient(grad_write_k),
-            None if grad_retention_k is None or retention is None else retention.gradient(grad_retention_k),
-            read.gradient(grad_read_k),
-        )
-
-    def _compose_backward(
-        self,
-        grad_y_nkd: Tensor,
-        grad_z_nd: Tensor,
-        x_nkd: Tensor,
-        u_nd: Tensor,
-        write_k: Tensor,
-        retention_k: Tensor | None,
-        read_k: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """write_read_backward of a backend that has none: Y again, then the backward of the read and of the write."""
-        y_nkd = self._kernels.write_forward(x_nkd, u_nd, write_k, retention_k)
-        total_nkd, grad_read_k = self._kernels.read_backward(grad_z_nd, y_nkd, read_k, x_nkd.dtype, wants_grad_x=True)
-        del y_nkd
-        assert total_nkd is not None
-        assert grad_read_k is not None
-        total_nkd += grad_y_nkd
-        grad_x_nkd, grad_u_nd, grad_write_k, grad_retention_k = self._kernels.write_backward(
-            total_nkd,
-            None if retention_k is None else x_nkd,
-            u_nd,
-            write_k,
-            retention_k,
-            u_nd.dtype,
-            wants_grad_u=True,
-        )
-        assert grad_u_nd is not None
-        assert grad_write_k is not None
-        return (
-            total_nkd if grad_x_nkd is None else grad_x_nkd,
-            grad_u_nd,
-            grad_write_k,
-            grad_retention_k,
-            grad_read_k,
-        )
+        y = self.write_forward(x, update, write, retention)
+        grad, grad_read_p = self.read_backward(grad_z, y, read, x.dtype, wants_grad_x=True, through=grad_y, norm=norm)
+        del y
+        assert grad is not None
+        kept = None if retention is None else x
+        found = self.write_backward(grad, kept, update, write, retention, wants_grad_x=True, wants_grad_u=True)
+        return WriteReadGradients.of(found, grad_read_p)
 
 
 def _shaped(result: Tensor, shape: Sequence[int]) -> Tensor:

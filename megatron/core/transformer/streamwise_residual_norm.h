@@ -18,15 +18,14 @@
 
 namespace streamwise {
 
-// What streamwise_residual_compiled_norm.py lays out; pointers that a call does not use are null.
+// What streamwise_residual_structures.py lays out; pointers that a call does not use are null.
 template <class A>
 struct Norm {
   int64_t is_layer_norm;  // else RMSNorm
   double eps;
   const A *weight, *bias;            // [d]; no bias in an RMSNorm
   A *mean, *scale;                   // [n]: the forward writes them, the backward reads them; no mean in an RMSNorm
-  A *partial;                        // [blocks, 2, d]: sums of w's and b's gradients; [blocks, 1, d] in an RMSNorm
-  double *grad_weight, *grad_bias;   // [d]
+  A *grad_weight, *grad_bias;        // [d], set by the backward; no bias's in an RMSNorm
   int64_t sums() const { return is_layer_norm ? 2 : 1; }
 };
 
@@ -114,14 +113,15 @@ void norm_backward_row(const Norm<A> &norm, int64_t t, int64_t d, const T *grad,
 
 // result[i] = sum over blocks of partial[block * stride + i], in order; `threads` share the columns.
 template <class A>
-void sum_columns(int64_t blocks, int64_t stride, int64_t d, int threads, const A *partial, double *result) {
+void sum_columns(int64_t blocks, int64_t stride, int64_t d, int threads, const A *partial, A *result) {
   constexpr int64_t COLUMNS = 64;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t start = 0; start < d; start += COLUMNS) {
-    const int64_t end = start + COLUMNS < d ? start + COLUMNS : d;
-    for (int64_t i = start; i < end; i++) result[i] = 0;
+    const int64_t length = start + COLUMNS < d ? COLUMNS : d - start;
+    double sums[COLUMNS] = {};
     for (int64_t b = 0; b < blocks; b++)
-      for (int64_t i = start; i < end; i++) result[i] += partial[b * stride + i];
+      for (int64_t i = 0; i < length; i++) sums[i] += partial[b * stride + start + i];
+    for (int64_t i = 0; i < length; i++) result[start + i] = sums[i];
   }
 }
 

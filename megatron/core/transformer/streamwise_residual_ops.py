@@ -91,14 +91,28 @@ def streamwise_sigmoid_read(
     Returns: [..., D].
     Raises: TypeError, ValueError: an argument of the wrong kind, shape, dtype or device; the message names it.
     """
-    check_num_streams(num_streams)
-    check_wide_stream("hidden_states", hidden_states, num_streams)
-    check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
-    check_norm(norm, hidden_states, num_streams)
-    dtype = check_output_dtype(output_dtype, hidden_states)
-    fused, after = _split_norm(norm, dtype, hidden_states, read_logits)
-    z: Tensor = _run(StreamwiseRead, hidden_states, read_logits, *_parameters(fused), num_streams, True, dtype, fused)
-    return z if after is None else after(z)
+    z: Tensor = _sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm, passes=False)
+    return z
+
+
+def streamwise_sigmoid_read_through(
+    hidden_states: Tensor,
+    read_logits: Tensor,
+    num_streams: int,
+    *,
+    output_dtype: torch.dtype | None = None,
+    norm: StreamNorm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Read as streamwise_sigmoid_read and return the stream too, for whatever uses it beside this read.
+
+    The gradient of that use and the gradient of the read are then added in one pass over the stream, with the bits of
+    an addition of their own; autograd would make that a pass more.
+
+    Args, errors: as streamwise_sigmoid_read.
+    Returns: z [..., D], and `hidden_states` [..., K*D], of the same memory.
+    """
+    z, x = _sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm, passes=True)
+    return z, x
 
 
 def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -116,7 +130,7 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     num_streams = read_factors.shape[0]
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return _run(StreamwiseRead, hidden_states, read_factors, None, None, num_streams, False, dtype, None)
+    return _run(StreamwiseRead, hidden_states, read_factors, None, None, num_streams, False, dtype, None, False)
 
 
 def streamwise_sigmoid_writeback(
@@ -215,6 +229,30 @@ def streamwise_writeback(
     return _run(StreamwiseWrite, residual_stream, branch_update, None, None, write_factors, retention_factors, options)
 
 
+def _sigmoid_read(
+    hidden_states: Tensor,
+    read_logits: Tensor,
+    num_streams: int,
+    output_dtype: torch.dtype | None,
+    norm: StreamNorm | None,
+    *,
+    passes: bool,
+) -> Any:
+    """z, or (z, hidden_states) where that passes through."""
+    check_num_streams(num_streams)
+    check_wide_stream("hidden_states", hidden_states, num_streams)
+    check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
+    check_norm(norm, hidden_states, num_streams)
+    dtype = check_output_dtype(output_dtype, hidden_states)
+    fused, after = _split_norm(norm, dtype, hidden_states, read_logits)
+    tensors = (hidden_states, read_logits, *_parameters(fused))
+    joins = passes and hidden_states.requires_grad  # of a stream without gradient there is nothing to add
+    found = _run(StreamwiseRead, *tensors, num_streams, True, dtype, fused, joins)
+    z, x = found if joins else (found, hidden_states)
+    z = z if after is None else after(z)
+    return (z, x) if passes else z
+
+
 def _split_norm(
     norm: StreamNorm | None, branch_dtype: torch.dtype, stream: Tensor, *others: Tensor | None
 ) -> tuple[StreamNorm | None, StreamNorm | None]:
@@ -266,13 +304,17 @@ def _prepare_update(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(update, bias, seed) for the backend; bias and dropout are applied here where the backend does not fuse them.
 
-    Here they are rounded like the ordinary model's add: in the dtype of the stream, which matters beside an fp32 one.
-    A fused backend adds, drops and writes in the dtype of the sums and rounds once. Its seed comes from the device's
-    generator and stays on the device.
+    Here they are rounded like the ordinary model's add: in the dtype of the stream, which matters beside an fp32 one;
+    a backend that fuses the bias alone does the same. One that fuses dropout adds, drops and writes in the dtype of the
+    sums and rounds once. Its seed comes from the device's generator and stays on the device.
     """
     check_bias(bias, update)
     check_dropout(dropout_probability)
-    if streamwise_operators(stream.device).fuses_update:
+    operators = streamwise_operators(stream.device)
+    is_plain = bias is not None and bias.dim() == 1 and bias.dtype is update.dtype and not dropout_probability
+    if is_plain and operators.fuses_bias(stream.dtype, update.dtype):
+        return update, bias, None
+    if operators.fuses_dropout:
         if bias is not None and bias.dim() != 1:
             update, bias = update + bias.to(update.dtype), None
         seed = None

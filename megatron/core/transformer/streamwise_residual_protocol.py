@@ -1,11 +1,9 @@
 """What a backend of the streamwise operators implements, at one of two levels.
 
-- StreamwiseKernels: functions of contiguous tensors and factors (eager, compiled). FactorOperators
-  (streamwise_residual_factor_operators) makes operators of them. `write_read_forward` and `write_read_backward` are
-  optional: FusedStreamwiseKernels has them; otherwise the separate kernels are composed. NormingStreamwiseKernels also
-  norm what a read returns; otherwise the norm runs after the operator.
-- StreamwiseOperators: whole operators on tensors of any shape and controllers (triton, which forms the sigmoids in
-  registers).
+- StreamwiseKernels: functions of contiguous tensors and factors (eager). FactorOperators
+  (streamwise_residual_factor_operators) makes operators of them.
+- StreamwiseOperators: whole operators on tensors of any shape and controllers (compiled and triton, whose kernels form
+  the sigmoids themselves).
 
 streamwise_residual_autograd asks streamwise_residual_backends for operators once per call, in the forward; its backward
 uses the same ones.
@@ -58,98 +56,9 @@ class StreamwiseKernels(Protocol):
         """
 
 
-class FusedStreamwiseKernels(StreamwiseKernels, Protocol):
-    """StreamwiseKernels that bring the write and the read after it as one pass over the stream."""
-
-    def write_read_forward(
-        self,
-        x_nkd: Tensor,
-        u_nd: Tensor,
-        write_factor_k: Tensor,
-        retention_k: Tensor | None,
-        read_factor_k: Tensor,
-        z_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        """(y_nkd, z_nd): Y_k = g_k X_k + w_k u rounded to the dtype of X, z = sum_k r_k Y_k of the rounded Y.
-
-        Bit-equal to write_forward and then read_forward.
-        """
-
-    def write_read_backward(
-        self,
-        grad_y_nkd: Tensor,
-        grad_z_nd: Tensor,
-        x_nkd: Tensor,
-        u_nd: Tensor,
-        write_factor_k: Tensor,
-        retention_k: Tensor | None,
-        read_factor_k: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """(dX_nkd, du_nd in the dtype of u, sum_nd u T_k, sum_nd X_k T_k or None without retention, sum_nd Y_k gZ).
-
-        T_k = gY_k + r_k gZ; dX_k = g_k T_k; du = sum_k w_k T_k. Y_k = g_k X_k + w_k u is computed again, rounded to the
-        dtype of X as in the forward. The result never shares memory with an input. Sums over tokens are fp64. Composed
-        of the separate kernels, r_k gZ and T_k are rounded to the dtype of X; a fused kernel may keep them in the dtype
-        of the factors.
-        """
-
-
-class NormingStreamwiseKernels(FusedStreamwiseKernels, Protocol):
-    """FusedStreamwiseKernels whose reads take the norm behind them, where `fuses_norm`.
-
-    z is then norm(z) of z as it would have been stored, and gZ the gradient of that. A forward sets the call's
-    statistics; a backward, which is given the stream, computes z again and sets the call's gradients.
-    """
-
-    def fuses_norm(self, stream: torch.dtype, branch: torch.dtype, held: torch.dtype) -> bool:
-        """Whether a norm is taken beside these dtypes of stream, z and factors."""
-
-    def read_forward(
-        self, x_nkd: Tensor, factor_k: Tensor, output_dtype: torch.dtype, norm: NormCall | None = None
-    ) -> Tensor:
-        """As StreamwiseKernels."""
-
-    def read_backward(
-        self,
-        grad_z_nd: Tensor,
-        x_nkd: Tensor | None,
-        factor_k: Tensor,
-        x_dtype: torch.dtype,
-        *,
-        wants_grad_x: bool,
-        norm: NormCall | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """As StreamwiseKernels."""
-
-    def write_read_forward(
-        self,
-        x_nkd: Tensor,
-        u_nd: Tensor,
-        write_factor_k: Tensor,
-        retention_k: Tensor | None,
-        read_factor_k: Tensor,
-        z_dtype: torch.dtype,
-        norm: NormCall | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As FusedStreamwiseKernels."""
-
-    def write_read_backward(
-        self,
-        grad_y_nkd: Tensor,
-        grad_z_nd: Tensor,
-        x_nkd: Tensor,
-        u_nd: Tensor,
-        write_factor_k: Tensor,
-        retention_k: Tensor | None,
-        read_factor_k: Tensor,
-        norm: NormCall | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """As FusedStreamwiseKernels."""
-
-
 @dataclass(frozen=True)
 class StreamwiseUpdate:
-    """What a write adds: u, or dropout(u + bias) with one mask for all streams where the backend fuses that.
+    """What a write adds: u, or dropout(u + bias) with one mask for all streams where the backend fuses these.
 
     Args:
         u: [..., D]; None in a backward that does not need it.
@@ -189,6 +98,16 @@ class WriteReadGradients(NamedTuple):
     grad_retention_p: Tensor | None
     grad_read_p: Tensor
 
+    @classmethod
+    def of(cls, write: WriteGradients, grad_read_p: Tensor | None) -> WriteReadGradients:
+        """Those of a write, of which all but retention's are there, and of the read behind it."""
+        grad_x, grad_u, grad_write_p, grad_retention_p = write
+        assert grad_x is not None
+        assert grad_u is not None
+        assert grad_write_p is not None
+        assert grad_read_p is not None
+        return cls(grad_x, grad_u, grad_write_p, grad_retention_p, grad_read_p)
+
 
 class StreamwiseOperators(Protocol):
     """Whole operators. Every tensor may have any strides.
@@ -198,8 +117,8 @@ class StreamwiseOperators(Protocol):
     """
 
     name: str
-    fuses_update: bool
-    """Whether bias and dropout of a StreamwiseUpdate are honoured; where not, callers apply them before."""
+    fuses_dropout: bool
+    """Whether dropout of a StreamwiseUpdate is honoured, with a bias in it; where not, callers apply it before."""
     max_streams: int | None
     """The largest K; None for any."""
 
@@ -210,6 +129,10 @@ class StreamwiseOperators(Protocol):
         self, width: int, stream_dtype: torch.dtype, branch_dtype: torch.dtype, sum_dtype: torch.dtype
     ) -> bool:
         """Whether reads of this width and these dtypes of stream, z and sums take a norm."""
+
+    def fuses_bias(self, stream_dtype: torch.dtype, branch_dtype: torch.dtype) -> bool:
+        """Whether writes of these dtypes honour the bias of a StreamwiseUpdate, [D] and in the dtype of u, where there
+        is no dropout; where not, callers add it before."""
 
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
         """z = sum_k f_k X_k."""
@@ -222,9 +145,13 @@ class StreamwiseOperators(Protocol):
         x_dtype: torch.dtype,
         *,
         wants_grad_x: bool,
+        through: Tensor | None = None,
         norm: NormCall | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dX in x_dtype where wanted, gradient of the controller where x is given); a norm's backward needs x."""
+        """(dX in x_dtype where wanted, gradient of the controller where x is given); a norm's backward needs x.
+
+        `through` is another gradient of X, to which dX is added once it is rounded: the bits of two operations.
+        """
 
     def write_forward(
         self, x: Tensor, update: StreamwiseUpdate, write: Controller, retention: Controller | None

@@ -102,6 +102,19 @@ inline lanes<A> rounded(lanes<A> value) {
   return widen(stored);
 }
 
+// The same value, whose last operation the compiler may not make one with the next: what was rounded stays rounded.
+template <class Lanes>
+inline Lanes uncontracted(Lanes value) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#else
+  __asm__("" : "+m"(value));
+#endif
+  return value;
+}
+
 template <class A>
 inline A total(lanes<A> value) {
   A parts[COUNT<A>];

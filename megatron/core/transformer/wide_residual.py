@@ -41,6 +41,7 @@ from megatron.core.transformer.residual_recompute import (
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 from megatron.core.transformer.streamwise_residual_ops import (
     streamwise_sigmoid_read,
+    streamwise_sigmoid_read_through,
     streamwise_sigmoid_write_read,
     streamwise_sigmoid_writeback,
 )
@@ -174,15 +175,14 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         branch_input_dtype: torch.dtype | None,
     ) -> tuple[Tensor, ResidualConnectionState]:
         """Read as _read and norm what is read, if anything does."""
-        z_sbd = streamwise_sigmoid_read(
+        z_sbd, x_sbw = streamwise_sigmoid_read_through(
             hidden_states,
             self.read_map(return_logits=True),
             self.num_streams,
             output_dtype=branch_input_dtype or _branch_dtype(self.config, fp32_residual_connection),
             norm=norm,
         )
-        residual_sbw = hidden_states.float() if fp32_residual_connection else hidden_states
-        return z_sbd, ResidualConnectionState(residual_sbw)
+        return z_sbd, ResidualConnectionState(x_sbw.float() if fp32_residual_connection else x_sbw)
 
     def _write(
         self,
