@@ -102,6 +102,23 @@ def test_help_says_what_the_script_does(words: list[str]) -> None:
     assert "set -euo" not in done.stdout
 
 
+def test_a_launch_that_cannot_start_says_why_in_one_line_and_makes_no_folder(tmp_path: Path) -> None:
+    recipe, run = str(REPOSITORY / "scripts" / "recipes" / "tiny-gpt.yaml"), str(tmp_path / "run")
+    launch = [str(REPOSITORY / "scripts" / "launch.sh"), recipe, "--run-dir", run]
+    for words, variables, complaint in (
+        ([launch[0], ""], {}, "name a recipe first"),
+        (launch[:-1], {}, "--run-dir needs one value; none was given"),
+        (launch, {"LOCK_SECONDS": "soon"}, "LOCK_SECONDS is 'soon', a whole number of seconds"),
+        (launch, {"WATCHDOG_SECONDS": "soon"}, "WATCHDOG_SECONDS is 'soon', a number of seconds"),
+    ):
+        done = run_script(*words, cwd=tmp_path, **variables)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ")
+        assert complaint in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def _locking(run: Path, **variables: str) -> subprocess.Popen:
     """A launcher that has gone as far as the lock, and stays until its standard input ends."""
     code = f"repository={shlex.quote(str(REPOSITORY))}; . scripts/slurm/lib.sh; run={shlex.quote(str(run))}; lock_run"
@@ -131,9 +148,6 @@ def test_a_run_has_one_launch_at_a_time_and_no_lock_outlives_its_holder(tmp_path
         holder.communicate(timeout=20)
         again = _locking(tmp_path, **first)
         assert again.communicate("\n", timeout=20) == ("locked\n", "")
-    wrong = _locking(tmp_path, LOCK_SECONDS="soon")
-    assert "LOCK_SECONDS is soon, a whole number of seconds" in wrong.communicate(timeout=20)[1]
-    assert wrong.returncode == 2
 
 
 def test_a_requeued_job_is_not_stopped_by_the_lock_of_its_own_last_start(tmp_path: Path) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +16,6 @@ from megatron.run_control.environment import shell_exports
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import FlagTable, check_flags, flag_sources, known_flags
 from megatron.run_control.recipes import Recipe, flag_arguments, load_recipe, parse_overrides
-from megatron.run_control.run_folder import RunFolder, script_arguments
-from megatron.run_control.snapshot import take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
@@ -127,6 +121,10 @@ def test_no_flag_of_the_launcher_hides_one_of_the_training_scripts(flag_table: F
     assert not set(LAUNCHER_FLAGS) & set(flag_table)
 
 
+# Empty values of these make PyYAML raise what is no YAMLError.
+_EMPTY_KINDS = ("int", "float", "bool", "timestamp")
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -144,15 +142,57 @@ def test_no_flag_of_the_launcher_hides_one_of_the_training_scripts(flag_table: F
         ("script: a.py\nresolved: 3", "resolved is 3, true or false"),
         ("script: a.py\nflags: {x: 2001-99-99}", "cannot be read as YAML"),
         ("base: other.yaml", "no such recipe"),
+        ("base: [a]", "base is ['a'], the name of one recipe's file is wanted, relative to this one"),
+        ("base: ''", "base is '', the name of one"),
+        ('base: "a\\0b"', "base is 'a\\x00b', which holds a zero byte"),
+        ("base: .", "cannot be read: Is a directory"),
+        ("script: [a.py, b.py]", "script is ['a.py', 'b.py'], the name of one training script"),
+        ("script: false", "script is False, the name of one"),
         ("a: [", "cannot be read as YAML"),
+        ("[" * 10_000, "nested too deep"),
+        *((f"script: a.py\nflags: {{x: !!{kind} ''}}", "cannot be read as YAML") for kind in _EMPTY_KINDS),
         ("- 1", "a mapping with"),
     ],
 )
 def test_a_recipe_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(LaunchError, match=r"recipe\.yaml|other\.yaml") as error:
+    with pytest.raises(LaunchError, match=r"recipe\.yaml|other\.yaml|Is a directory") as error:
         load_recipe(_recipe(tmp_path, text), {})
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (
+            "rm.py",
+            f"'rm.py', which is not in {ROOT}: pretrain_gpt.py, pretrain_mamba.py or a .py file of yours",
+        ),
+        ("pretrain_gpt", "which is no Python file"),
+        ("/etc/passwd", "'/etc/passwd', which is no Python file"),
+        ("/nowhere/x.py", "there is no such file"),
+        ("scripts/../pretrain_gpt.py", "which leads out of"),
+        ("../x.py", "write pretrain_gpt.py, pretrain_mamba.py or a .py file of yours, by its absolute path"),
+        ("tools/runs.py", "no file in megatron/, scripts/, tests/, tools/ trains"),
+        (f"{ROOT}/tests/conftest.py", "no file in megatron/"),
+        ("megatron", "which is no Python file"),
+        ("x.py", f"is not in {ROOT}"),
+    ],
+)
+def test_what_cannot_be_a_training_script_is_refused_by_tool_and_launch_and_makes_no_folder(
+    tmp_path: Path, script: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.py").touch()
+    file = _recipe(tmp_path, f"script: {script}\nflags: {{lr: 1}}")
+    assert tool("recipe_flags").main([str(file)]) == 2
+    assert run_control(["prepare", str(file), "--run-dir", str(tmp_path / "run")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert first.startswith(f"error: {file}: script is ")
+    assert complaint in first
+    assert not (tmp_path / "run").exists()
+    mine = _recipe(tmp_path, f"script: {tmp_path}/x.py\nflags: {{lr: 1}}")
+    assert tool("recipe_flags").main([str(mine)]) == 0, "a training script of the user's, anywhere"
 
 
 def test_a_cycle_of_bases_is_named_without_what_leads_to_it(tmp_path: Path) -> None:
@@ -177,6 +217,15 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(flag_table: FlagTable)
         check_flags({"swiglu": 1}, flag_table)
     with pytest.raises(LaunchError, match="--lr needs a value"):
         check_flags({"lr": True}, flag_table)
+    with pytest.raises(LaunchError, match=r"--lr takes one value, the list \[1, 2\] was given"):
+        check_flags({"lr": [1, 2]}, flag_table)
+    with pytest.raises(LaunchError, match=r"--rampup-batch-size takes 3 values, \[1, 2\] was given"):
+        check_flags({"rampup-batch-size": [1, 2]}, flag_table)
+    several = next(name for name, kind in flag_table.items() if kind == "values")
+    with pytest.raises(LaunchError, match=f"--{several} needs values"):
+        check_flags({several: True}, flag_table)
+    check_flags({"data-path": ["0.3", "a"], "wandb-tags": ["a", "b"], "rampup-batch-size": [1, 2, 3]}, flag_table)
+    check_flags({"data-path": True, "wandb-tags": "a"}, flag_table)
     with pytest.raises(LaunchError, match="--help: the training scripts have no such flag"):
         check_flags({"help": True}, flag_table)
 
@@ -191,10 +240,12 @@ def test_the_list_of_flags_is_made_again_when_any_source_of_flags_changes() -> N
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ([], "name a recipe first"),
+        ([], "name a recipe first, for example .*; nothing was found"),
+        ([""], "name a recipe first, for example .*; '' was found"),
         (["--lr", "1"], "name a recipe first"),
         (["r.yaml", "1"], "'1' belongs to no flag"),
-        (["r.yaml", "--run-dir"], "--run-dir needs one value"),
+        (["r.yaml", "--run-dir"], "--run-dir needs one value; none was given"),
+        (["r.yaml", "--run-dir", "a", "b"], "--run-dir needs one value; .* was given"),
         (["r.yaml", "--run-dir", ""], "--run-dir needs one value; '' was given"),
         (["r.yaml", "--run-dir="], "--run-dir needs one value; '' was given"),
         (["r.yaml", "--run-dir", " "], "--run-dir needs one value"),
@@ -202,6 +253,7 @@ def test_the_list_of_flags_is_made_again_when_any_source_of_flags_changes() -> N
         (["r.yaml", "--without", "a", "--without"], "--without needs the names"),
         (["r.yaml", "--without", "--without", "a"], "--without needs the names"),
         ([str(RECIPES[-1]), "--processes", "0"], "--processes is '0'"),
+        ([str(RECIPES[-1]), "--processes", "9" * 5000], "--processes is '9"),
         ([str(RECIPES[-1]), "--without", "nothing"], "the recipe has no such flag"),
     ],
 )
@@ -214,119 +266,6 @@ def test_flags_to_leave_out_add_up() -> None:
     words = ["r.yaml", "--without", "a", "b", "--lr", "1", "--without=c", "--without", "d"]
     line = parse_launch_line(words)
     assert (line.without, line.flags) == (("a", "b", "c", "d"), {"lr": "1"})
-
-
-def test_the_launch_adds_where_to_save_and_how_to_be_asked_but_never_over_a_flag(tmp_path: Path) -> None:
-    arguments = script_arguments(Recipe("a.py", flags={"save": "/elsewhere", "wandb-project": "p"}), tmp_path)
-    pairs = dict(itertools.pairwise(arguments))
-    assert pairs["--save"] == pairs["--load"] == "/elsewhere"
-    assert pairs["--exit-signal"] == "SIGUSR2"
-    assert pairs["--wandb-exp-name"] == tmp_path.name
-    assert pairs["--tensorboard-dir"] == str(tmp_path / "tensorboard")
-
-
-def test_a_run_folder_refuses_another_run_and_says_both_values(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
-    recipe = Recipe("a.py", 2, {"A": "1"}, {"lr": 1, "data-path": ["a", "b"], "bf16": True})
-    assert run.create(recipe, ROOT)
-    assert not run.create(recipe, ROOT)
-    again = replace(recipe, flags=dict(reversed(list(recipe.flags.items()))))
-    assert not run.create(again, ROOT), "the order of flags does not count"
-    assert not RunFolder(run.path).create(load_recipe(run.recipe), ROOT), "its own resolved recipe"
-    for other, complaint in (
-        (replace(recipe, flags={**recipe.flags, "lr": 2}), "launched with --lr 1; --lr 2 is wanted now"),
-        (replace(recipe, flags={"lr": 1, "bf16": True}), "launched with --data-path a b; no --data-path is wanted now"),
-        (replace(recipe, script="b.py"), "launched with script a.py; script b.py is wanted now"),
-        (replace(recipe, processes=4), "launched with processes 2; processes 4 is wanted now"),
-        (replace(recipe, environment={"A": "2"}), "launched with A=1; A=2 is wanted now"),
-        (replace(recipe, environment={"A": "1", "B": "x y"}), "with no variable B; B='x y' is wanted now"),
-    ):
-        with pytest.raises(LaunchError, match=r"Continue it as it is with .*rerun\.sh, or choose another") as error:
-            run.create(other, ROOT)
-        assert complaint in str(error.value)
-
-
-def test_a_moved_or_copied_run_folder_is_refused_by_name(tmp_path: Path) -> None:
-    run, recipe = RunFolder(tmp_path / "run"), Recipe("a.py", flags={"lr": 1})
-    run.create(recipe, ROOT)
-    shutil.copytree(run.path, tmp_path / "copy")
-    with pytest.raises(LaunchError, match=r"copy was moved or copied from .*/run, which its flags still name"):
-        RunFolder(tmp_path / "copy").create(recipe, ROOT)
-    (tmp_path / "link").symlink_to(run.path)
-    assert not RunFolder((tmp_path / "link").resolve()).create(recipe, ROOT), "another name of the same folder"
-
-
-@pytest.mark.parametrize("content", ["recipe.yaml", "log.txt", "checkpoints/latest_checkpointed_iteration.txt"])
-def test_a_folder_that_is_no_run_is_neither_written_nor_loaded_from(content: str, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "foreign")
-    file = run.path / content
-    file.parent.mkdir(parents=True)
-    file.write_text("mine\n")
-    with pytest.raises(LaunchError, match=r"foreign is not empty and is no run folder: .* Choose a new or an empty"):
-        run.create(Recipe("a.py"), ROOT)
-    assert file.read_text() == "mine\n"
-    assert not run.launch.exists()
-
-
-def test_a_creation_that_was_killed_is_done_again(tmp_path: Path) -> None:
-    run, recipe = RunFolder(tmp_path / "run"), Recipe("a.py", flags={"lr": 1})
-    assert run.create(recipe, ROOT)
-    run.launch.unlink()  # written last
-    (run.path / ".launch.json.17").write_text("{")
-    assert run.create(recipe, ROOT)
-
-
-def test_rerun_sh_stays_in_its_folder_whatever_its_name_and_refuses_a_copy(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / 'a b\'s "q" $HOME')
-    run.create(Recipe("a.py"), ROOT)
-    take_snapshot(run, ROOT, "typed", ["printf", "%s\\n"])
-
-    def rerun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(script), *arguments], capture_output=True, text=True, check=False)
-
-    assert rerun(run.rerun).stdout.splitlines() == [str(run.recipe), "--run-dir", str(run.path)]
-    assert rerun(run.rerun, "new one").stdout.splitlines() == [str(run.recipe), "--run-dir", "new one"]
-    shutil.copytree(run.path, tmp_path / "copy")
-    refused = rerun(tmp_path / "copy" / "rerun.sh")
-    assert refused.returncode == 2
-    assert not refused.stdout
-    assert "was moved or copied" in refused.stderr
-
-
-def test_names_and_values_that_no_file_can_hold_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    odd = "a\rb\u2028c\x0cd"
-    run = RunFolder(tmp_path / "run")
-    run.create(Recipe("a.py", flags={"x": odd}), ROOT)
-    assert run.value_of("x") == odd
-    for folder, value, complaint in (
-        (os.fsdecode(b"r\xff"), "1", "the run folder's name is .* no UTF-8"),
-        ("r", "a\nb", "a flag's value holds a line break"),
-        ("r", os.fsdecode(b"\xff"), "a flag's value is .* no UTF-8"),
-        ("r", "a\0b", "holds a zero byte"),
-    ):
-        with pytest.raises(LaunchError, match=complaint):
-            RunFolder(tmp_path / folder).create(Recipe("a.py", flags={"x": value}), ROOT)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_bad_limits_and_names_end_a_launch_with_status_2_before_a_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare = ["prepare", str(ROOT / "scripts/recipes/tiny-gpt.yaml"), "--run-dir", str(tmp_path / "run")]
-    monkeypatch.setenv("MAX_RESTARTS_WITHOUT_PROGRESS", "0")
-    assert run_control([*prepare]) == 2
-    assert "MAX_RESTARTS_WITHOUT_PROGRESS is '0', a whole number from 1" in capsys.readouterr().err
-    run = RunFolder(tmp_path / "made")
-    run.create(Recipe("a.py"), ROOT)
-    for command in (["begin", str(run.path)], ["end", str(run.path), "1"]):
-        assert run_control(command) == 2, "3 would say that the guard has stopped it"
-        assert "a whole number from 1" in capsys.readouterr().err
-    monkeypatch.delenv("MAX_RESTARTS_WITHOUT_PROGRESS")
-    assert run_control([*prepare[:-1], os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")]) == 2
-    assert capsys.readouterr().err.startswith("error: the run folder's name is ")
-    assert run_control([*prepare, "--help"]) == 0
-    assert "prepare RECIPE" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_an_element_of_a_sweep_takes_its_line(tmp_path: Path) -> None:

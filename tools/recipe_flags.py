@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     from megatron.run_control.__main__ import parse_launch_line, resolve
-    from megatron.run_control.errors import LaunchError
+    from megatron.run_control.errors import LaunchError, said
     from megatron.run_control.recipes import flag_arguments
 
     lines, as_yaml = ("--lines" in arguments, "--yaml" in arguments)
     try:
         recipe = resolve(parse_launch_line([a for a in arguments if a not in ("--lines", "--yaml")]))
     except (LaunchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {said(error)}", file=sys.stderr)
         return 2
     if as_yaml:
         print(recipe.as_yaml(), end="")

@@ -7,7 +7,7 @@
     line FILE N      prints the words of the Nth launch of a sweep, one a line
 
 Variables: SCRIPT_WANTED (prepare refuses a recipe for another script), JOB_RECORD and SUBMIT_LINE (what SLURM says of
-the job, for rerun.sh: resubmission.py), MAX_RESTARTS_WITHOUT_PROGRESS, RESET_GUARD, CANCELLED.
+the job, for rerun.sh: resubmission.py), RESET_GUARD, CANCELLED, and the limits of limits.py.
 
 What always holds: prepare prints the run folder and nothing else on its standard output; bad input is one line on
 standard error and status 2.
@@ -23,11 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.run_control.attempts import DEFAULT_LIMIT, begin_attempt, end_attempt
+from megatron.run_control.attempts import begin_attempt, end_attempt
 from megatron.run_control.environment import shell_exports
-from megatron.run_control.errors import GuardError, LaunchError
+from megatron.run_control.errors import GuardError, LaunchError, said
 from megatron.run_control.known_flags import check_flags, known_flags
-from megatron.run_control.recipes import FlagValue, Recipe, load_recipe, parse_overrides
+from megatron.run_control.limits import check_limits, restart_limit, whole_number
+from megatron.run_control.recipes import FlagValue, Recipe, check_script, load_recipe, parse_overrides
 from megatron.run_control.resubmission import resubmission
 from megatron.run_control.run_folder import RunFolder
 from megatron.run_control.snapshot import take_snapshot
@@ -52,13 +53,15 @@ class LaunchLine:
 
 def parse_launch_line(arguments: Sequence[str]) -> LaunchLine:
     """Read RECIPE [launcher flags] [flags of the script]."""
-    if not arguments or arguments[0].startswith("--"):
-        raise LaunchError("name a recipe first, for example scripts/recipes/tiny-gpt.yaml")
+    if not arguments or not arguments[0].strip() or arguments[0].startswith("--"):
+        found = f"{arguments[0]!r} was found" if arguments else "nothing was found"
+        raise LaunchError(f"name a recipe first, for example scripts/recipes/tiny-gpt.yaml; {found}")
     flags = parse_overrides(arguments[1:], gathered=("without",))
     run_dir, processes, without = (flags.pop(name, None) for name in LAUNCHER_FLAGS)
     for name, value in (("run-dir", run_dir), ("processes", processes)):
         if isinstance(value, bool | list) or (value is not None and not str(value).strip()):
-            raise LaunchError(f"--{name} needs one value; {value!r} was given")
+            given = "none was" if value is True else f"{value!r} was"
+            raise LaunchError(f"--{name} needs one value; {given} given")
     if without is True:
         raise LaunchError("--without needs the names of flags")
     return LaunchLine(
@@ -71,12 +74,14 @@ def parse_launch_line(arguments: Sequence[str]) -> LaunchLine:
 
 
 def resolve(line: LaunchLine) -> Recipe:
-    """The recipe with the command line's flags, every flag known to the training scripts."""
+    """The recipe with the command line's flags, every flag known to the training scripts, its script one of them."""
     recipe = load_recipe(line.recipe).overridden(line.flags, line.without)
+    check_script(recipe, line.recipe, REPOSITORY)
     if line.processes is not None:
-        if not line.processes.isdecimal() or int(line.processes) < 1:
+        processes = whole_number(line.processes)
+        if not processes:
             raise LaunchError(f"--processes is {line.processes!r}, a whole number from 1 is wanted")
-        recipe = replace(recipe, processes=int(line.processes))
+        recipe = replace(recipe, processes=processes)
     check_flags(recipe.flags, known_flags())
     return recipe
 
@@ -84,12 +89,12 @@ def resolve(line: LaunchLine) -> Recipe:
 def prepare(arguments: Sequence[str]) -> int:
     """Resolve the recipe, make the run folder and print its path; a requeued job finds its own again."""
     line = parse_launch_line(arguments)
-    _limit()
+    check_limits()
     file, run_dir = line.recipe, line.run_dir
     if run_dir is None:
         name = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
         run_dir = REPOSITORY / "runs" / f"{file.stem}-{name}"
-    run = RunFolder(run_dir.resolve())
+    run = RunFolder(Path(os.path.realpath(run_dir)))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.launch.exists():
         print(run.path)  # whatever became of the recipe meanwhile, the run goes on as it was launched
         return 0
@@ -97,8 +102,6 @@ def prepare(arguments: Sequence[str]) -> int:
     wanted = os.environ.get("SCRIPT_WANTED")
     if wanted and recipe.script != wanted:
         raise LaunchError(f"{file} is a recipe for {recipe.script}, this launches {wanted}: submit the other .sbatch")
-    if not (REPOSITORY / recipe.script).is_file():
-        raise LaunchError(f"{file}: script {recipe.script} is not in {REPOSITORY}")
     if run.create(recipe, REPOSITORY):
         command, record = ["scripts/launch.sh"], os.environ.get("JOB_RECORD")
         submitted = os.environ.get("SUBMIT_LINE", "").strip()
@@ -135,13 +138,6 @@ def end(run: RunFolder, status: int, limit: int) -> int:
     return START_AGAIN if decision.again else decision.status
 
 
-def _limit() -> int:
-    text = os.environ.get("MAX_RESTARTS_WITHOUT_PROGRESS") or str(DEFAULT_LIMIT)
-    if not text.isdecimal() or int(text) < 1:
-        raise LaunchError(f"MAX_RESTARTS_WITHOUT_PROGRESS is {text!r}, a whole number from 1 is wanted")
-    return int(text)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one command."""
     if {"-h", "--help"} & set(argv):
@@ -152,21 +148,22 @@ def main(argv: Sequence[str]) -> int:
         if command == "prepare":
             return prepare(arguments)
         if command == "begin" and len(arguments) == 1:
+            reset = os.environ.get("RESET_GUARD") == "1"
             try:
-                print(begin_attempt(RunFolder(Path(arguments[0])), _limit(), os.environ.get("RESET_GUARD") == "1"))
+                print(begin_attempt(RunFolder(Path(arguments[0])), restart_limit(), reset))
             except GuardError as error:
                 print(error, file=sys.stderr)
                 return STOPPED_BY_GUARD
             return 0
         if command == "end" and len(arguments) == 2 and arguments[1].isdecimal():
-            return end(RunFolder(Path(arguments[0])), int(arguments[1]), _limit())
+            return end(RunFolder(Path(arguments[0])), int(arguments[1]), restart_limit())
         if command == "settings" and len(arguments) == 1:
             return settings(RunFolder(Path(arguments[0])))
         if command == "line" and len(arguments) == 2 and arguments[1].isdecimal():
             print(*sweep_line(Path(arguments[0]), int(arguments[1])), sep="\n")
             return 0
     except (LaunchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {said(error)}", file=sys.stderr)
         return 2
     print(__doc__, file=sys.stderr)
     return 2

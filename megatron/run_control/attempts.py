@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
+import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.run_control.errors import GuardError, LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, FINAL, FINISHED, describe
+from megatron.run_control.limits import DEFAULT_RESTARTS
 from megatron.run_control.run_folder import RunFolder, read_json, write_whole
 
-DEFAULT_LIMIT = 3
 WITHOUT_A_WORD = "ended without a word: its node failed, or the whole job was killed or cancelled"
 
 
@@ -49,11 +52,14 @@ _KINDS = {
     "started": int | float,
     "step_at_start": int,
     "host": str,
+    "job": str | None,
     "ended": int | float | None,
     "step_at_end": int | None,
     "status": int | None,
     "reason": str | None,
+    "again": bool | None,
 }
+_LARGEST = 1e15  # of a step, and of a time in seconds; NaN is no number either
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ def read_attempts(run: RunFolder) -> list[Attempt]:
         raise LaunchError(f"{run.attempts} is damaged: it is no list of attempts") from None
     for attempt in attempts:
         for name, kinds in _KINDS.items():
-            if not isinstance(getattr(attempt, name), kinds):
-                raise LaunchError(f"{run.attempts} is damaged: {name} is {getattr(attempt, name)!r}")
+            value = getattr(attempt, name)
+            usable = isinstance(value, kinds) and (not isinstance(value, int | float) or abs(value) <= _LARGEST)
+            if not usable:
+                raise LaunchError(f"{run.attempts} is damaged: {name} is {value!r:.80}")
     return attempts
 
 
@@ -103,11 +111,11 @@ def _refusal(run: RunFolder, attempts: list[Attempt], limit: int) -> str | None:
     ends = "; ".join(f"{attempt.number}: {attempt.reason}" for attempt in stuck)
     return (
         f"{len(stuck)} attempts in a row ended without a new checkpoint (still at step {run.step()}): {ends}. "
-        f"See {run.log}; when the cause is mended start it again with RESET_GUARD=1 {run.rerun}"
+        f"See {run.log}; when the cause is mended start it again with RESET_GUARD=1 {shlex.quote(str(run.rerun))}"
     )
 
 
-def begin_attempt(run: RunFolder, limit: int = DEFAULT_LIMIT, reset: bool = False) -> int:
+def begin_attempt(run: RunFolder, limit: int = DEFAULT_RESTARTS, reset: bool = False) -> int:
     """Record a start; returns its number, from 1. Raises GuardError when the guard stops the run."""
     attempts = read_attempts(run)
     if attempts and attempts[-1].ended is None:
@@ -132,16 +140,33 @@ def write_outcome(run: RunFolder, attempt: int, node: int, status: int, reason: 
     write_whole(run.outcomes / f"attempt-{attempt}-node-{node}.json", json.dumps(outcome) + "\n")
 
 
+def _read_outcome(file: Path) -> dict[str, Any]:
+    """What a node wrote. Raises LaunchError where the file is damaged."""
+    outcome = read_json(file, None)
+    kinds = {"time": int | float, "status": int, "reason": str}
+    if not isinstance(outcome, dict) or not all(isinstance(outcome.get(name), kind) for name, kind in kinds.items()):
+        raise LaunchError(f"{file} is damaged: it has no time, status and reason")
+    return outcome
+
+
 def _first_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
-    """The outcome of the node that ended first without success: what the others ended of is its consequence."""
-    outcomes = [read_json(file, None) for file in run.outcomes.glob(f"attempt-{attempt}-node-*.json")]
+    """The outcome of the node that ended first without success: what the others ended of is its consequence. A damaged
+    one does not keep the end of the attempt from being written: it is said in the log and left out."""
+    outcomes = []
+    for file in sorted(run.outcomes.glob(f"attempt-{attempt}-node-*.json")):
+        try:
+            outcomes.append(_read_outcome(file))
+        except LaunchError as error:
+            print(f"warning: {error}; the status of the step counts in its place", file=sys.stderr)
     failed = [outcome for outcome in outcomes if outcome["status"] != FINISHED]
     return min(failed, key=lambda outcome: outcome["time"], default=None)
 
 
-def end_attempt(run: RunFolder, status: int, limit: int = DEFAULT_LIMIT, cancelled: bool = False) -> Decision:
+def end_attempt(run: RunFolder, status: int, limit: int = DEFAULT_RESTARTS, cancelled: bool = False) -> Decision:
     """Record the end of the last attempt, whose step (srun) or node (torchrun) ended with `status`, and decide."""
     attempts = read_attempts(run)
+    if not attempts:
+        raise LaunchError(f"{run.path} has no attempt that could end: begin one first")
     last = attempts[-1]
     outcome = _first_outcome(run, last.number)
     reason = describe(status)

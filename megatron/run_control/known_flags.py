@@ -30,7 +30,8 @@ _OVERLAY = Path(__file__).resolve().parents[1]
 _WITHOUT_FLAGS = ("ablations", "run_control")  # what reads flags
 _ROOT = Path(__file__).resolve().parents[2]
 
-# {"num-layers": "value", "swiglu": "bare", "exit-on-x": "optional"}: what stands behind a flag.
+# What stands behind a flag: "bare" nothing, "value" one value, "optional" one or none, "values" one or more, "any" any
+# number, "3" so many. {"num-layers": "value", "swiglu": "bare", "data-path": "any"}
 type FlagTable = Mapping[str, str]
 
 _PRINT_TABLE = """
@@ -45,7 +46,7 @@ table = {}
 for action in parser._actions:
     if isinstance(action, argparse._HelpAction):
         continue  # --help is the launcher's own
-    kind = "bare" if action.nargs == 0 else "optional" if action.nargs in ("?", "*") else "value"
+    kind = {None: "value", 0: "bare", "?": "optional", "+": "values", "*": "any"}.get(action.nargs, str(action.nargs))
     table.update({name[2:]: kind for name in action.option_strings if name.startswith("--")})
 json.dump(table, open(sys.argv[1], "w"))
 """
@@ -71,9 +72,9 @@ def known_flags() -> FlagTable:
     """The table, from the cache or built (some seconds). Raises LaunchError where the parser cannot be built."""
     file = _cache_file()
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        pass
+        return _read_table(file)
+    except (OSError, ValueError, RecursionError):
+        pass  # absent, or damaged: built afresh
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}.{os.getpid()}")
@@ -94,7 +95,14 @@ def known_flags() -> FlagTable:
             f"the training script's flags cannot be listed: {(done.stderr.strip() or '-').splitlines()[-1]}"
         )
     os.replace(partial, file)
-    return json.loads(file.read_text())
+    return _read_table(file)
+
+
+def _read_table(file: Path) -> FlagTable:
+    table = json.loads(file.read_text())
+    if not isinstance(table, dict):
+        raise ValueError(f"{file} holds no table")
+    return table
 
 
 def check_flags(flags: Mapping[str, FlagValue], table: FlagTable) -> None:
@@ -107,5 +115,9 @@ def check_flags(flags: Mapping[str, FlagValue], table: FlagTable) -> None:
             raise LaunchError(f"--{name}: the training scripts have no such flag{hint}")
         if kind == "bare" and not isinstance(value, bool):
             raise LaunchError(f"--{name} takes no value, {value!r} was given: write {name}: true")
-        if kind == "value" and value is True:
-            raise LaunchError(f"--{name} needs a value")
+        if value is True and kind not in ("bare", "optional", "any"):
+            raise LaunchError(f"--{name} needs {'a value' if kind == 'value' else 'values'}")
+        if isinstance(value, list) and kind in ("value", "optional"):
+            raise LaunchError(f"--{name} takes one value, the list {value!r} was given")
+        if kind.isdecimal() and (len(value) if isinstance(value, list) else 1) != int(kind):
+            raise LaunchError(f"--{name} takes {kind} values, {value!r} was given")

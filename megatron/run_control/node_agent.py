@@ -18,6 +18,7 @@ Variables: WATCHDOG_SECONDS (900), WATCHDOG_START_SECONDS (3600); 0 switches the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from megatron.run_control.attempts import write_outcome
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import HUNG, LOST_PROCESS, SAVED_ON_REQUEST, describe
 from megatron.run_control.heartbeat import ATTEMPT_VARIABLE, FOLDER_VARIABLE
+from megatron.run_control.limits import watchdog_limits
 from megatron.run_control.run_folder import RunFolder
 from megatron.run_control.watchdog import Watchdog
 
@@ -108,20 +110,10 @@ def torchrun_arguments(run: RunFolder) -> list[str]:
     return [*arguments, str(Path(settings["repository"]) / settings["script"]), *run.arguments()]
 
 
-def _seconds(name: str, default: float) -> float:
-    try:
-        seconds = float(os.environ.get(name) or default)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise LaunchError(f"{name} is {os.environ[name]!r}, a number of seconds is wanted, or 0 for no limit")
-    return seconds
-
-
 def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
     """Run torchrun to its end; returns the exit status and the reason as a sentence."""
-    limit, start_limit = _seconds("WATCHDOG_SECONDS", 900), _seconds("WATCHDOG_START_SECONDS", 3600)
-    watchdog = Watchdog(run, attempt, limit or float("inf"), start_limit or float("inf"), worker_pids)
+    limit, start_limit = watchdog_limits()
+    watchdog = Watchdog(run, attempt, limit, start_limit, worker_pids)
     arguments = torchrun_arguments(run)
     # 0.5 to 20 s of imports, after everything that can be wrong was looked at.
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -129,7 +121,7 @@ def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
     from torch.distributed.run import parse_args as parse_torchrun_arguments
     from torch.distributed.run import run as torchrun
 
-    if limit:
+    if limit < math.inf:
         watchdog.start()
     try:
         torchrun(parse_torchrun_arguments(arguments))

@@ -7,7 +7,7 @@
 A recipe is a mapping with these keys, all but `script` optional (and `script` may come from the base):
 
     base: other.yaml            read first; what stands here wins, key by key in `flags` and `environment`
-    script: pretrain_gpt.py     the training script, relative to the repository
+    script: pretrain_gpt.py     the training script: a .py file of the repository, or anywhere by an absolute path
     processes: 8                processes per node (default 1)
     environment: {NAME: value}  variables of the training processes
     flags:                      keys are the script's flags without the leading --
@@ -34,7 +34,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron.run_control.environment import check_environment
+from megatron.run_control.environment import check_environment, check_text
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.strict_yaml import read_mapping
 
@@ -42,6 +42,8 @@ type Scalar = str | int | float
 type FlagValue = bool | Scalar | list[Scalar]
 
 _KEYS = ("base", "script", "processes", "environment", "flags", "resolved")
+# Folders of the repository whose Python files are no training scripts.
+_WITHOUT_TRAINERS = ("megatron", "scripts", "tests", "tools")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
@@ -78,19 +80,39 @@ class Recipe:
 def load_recipe(file: Path, variables: Mapping[str, str] | None = None) -> Recipe:
     """Read a recipe and its bases. `variables` stands for the environment in `${NAME}`."""
     merged = _merged(file, ())
-    if not merged["script"]:
+    script = merged["script"]
+    if script is None:
         raise LaunchError(f"{file}: no script. Write script: pretrain_gpt.py (or pretrain_mamba.py)")
+    if not isinstance(script, str):
+        raise LaunchError(f"{file}: script is {script!r}, the name of one training script is wanted")
     processes = merged["processes"]
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")
     environment = {name: expanded(value, f"{file}: {name}", variables) for name, value in merged["environment"].items()}
     flags = {name: flag_value(value, f"{file}: {name}", variables) for name, value in merged["flags"].items()}
     return Recipe(
-        script=str(merged["script"]),
+        script=script,
         processes=processes,
         environment=check_environment(environment, f"{file}: environment"),
         flags={name: value for name, value in flags.items() if value is not False},
     )
+
+
+def check_script(recipe: Recipe, file: Path, repository: Path) -> None:
+    """Raise LaunchError, which names the recipe's file, for a script that cannot be a training script."""
+    script = Path(recipe.script)
+    where, wanted = f"{file}: script is {recipe.script!r}", "pretrain_gpt.py, pretrain_mamba.py or a .py file of yours"
+    if ".." in script.parts:
+        raise LaunchError(f"{where}, which leads out of {repository}: write {wanted}, by its absolute path")
+    if script.suffix != ".py":
+        raise LaunchError(f"{where}, which is no Python file: {wanted} is wanted")
+    if not (repository / script).is_file():
+        there = "there is no such file" if script.is_absolute() else f"which is not in {repository}"
+        raise LaunchError(f"{where}, {there}: {wanted} is wanted")
+    inside = (repository / script).resolve()
+    if any(inside.is_relative_to((repository / folder).resolve()) for folder in _WITHOUT_TRAINERS):
+        folders = ", ".join(f"{folder}/" for folder in _WITHOUT_TRAINERS)
+        raise LaunchError(f"{where}, but no file in {folders} trains: {wanted} is wanted")
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ class _Literal:
 
 def _merged(file: Path, above: tuple[Path, ...]) -> dict:
     """The recipe's mapping laid over its base's."""
-    here = file.resolve()
+    here = Path(os.path.realpath(file))  # resolve() raises for a link that leads to itself
     if here in above:
         cycle = [*above[above.index(here) :], here]
         raise LaunchError(f"{file}: its bases lead back to itself: {' -> '.join(map(str, cycle))}")
@@ -113,7 +135,8 @@ def _merged(file: Path, above: tuple[Path, ...]) -> dict:
         raise LaunchError(f"{file}: resolved is {resolved!r}, true or false is wanted")
     result: dict = {"script": None, "processes": 1, "environment": {}, "flags": {}}
     if content.get("base") is not None:
-        result = _merged(file.parent / str(content["base"]), (*above, here))
+        check_base(file, content["base"])
+        result = _merged(file.parent / content["base"], (*above, here))
     for key in ("script", "processes"):
         result[key] = content.get(key, result[key])
     for key in ("environment", "flags"):
@@ -123,6 +146,13 @@ def _merged(file: Path, above: tuple[Path, ...]) -> dict:
         own = {str(name): _Literal(value) if resolved else value for name, value in table.items()}
         result[key] = result[key] | own
     return result
+
+
+def check_base(file: Path, base: object) -> None:
+    """Raise LaunchError for a `base` that names no file."""
+    if not isinstance(base, str) or not base.strip():
+        raise LaunchError(f"{file}: base is {base!r}, the name of one recipe's file is wanted, relative to this one")
+    check_text(base, f"{file}: base")
 
 
 def expanded(value: object, where: str, variables: Mapping[str, str] | None = None) -> object:

@@ -31,13 +31,15 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron.run_control.environment import check_text
-from megatron.run_control.errors import LaunchError
+from megatron.run_control.errors import LaunchError, why_no_folder
+from megatron.run_control.limits import whole_number
 from megatron.run_control.recipes import Recipe, flag_arguments
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SETTINGS = {"script": str, "processes": int, "environment": dict, "repository": str, "folder": str}  # of launch.json
 _OWN_PLACE = "every run writes to a place of its own"
 # Flags that several runs cannot have in common, and why.
 OWNED_FLAGS = {
@@ -74,8 +76,12 @@ def read_json(file: Path, default: Any) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return default
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise LaunchError(f"{file} is damaged, it is no JSON ({error})") from None
+    except RecursionError:
+        raise LaunchError(f"{file} is damaged, its brackets are nested too deep") from None
 
 
 class RunFolder:
@@ -124,8 +130,7 @@ class RunFolder:
     @contextlib.contextmanager
     def _creating(self) -> Iterator[None]:
         """One at a time: of two first launches the second finds the first one's run."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".creating.lock").open("a") as lock:
+        with _opened_in(self.path, ".creating.lock") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: as good as it gets
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -142,7 +147,7 @@ class RunFolder:
         there, wanted = difference
         raise LaunchError(
             f"{self.path} holds a run that was launched with {there}; {wanted} is wanted now. Continue it as it is "
-            f"with {self.rerun}, or choose another --run-dir"
+            f"with {shlex.quote(str(self.rerun))}, or choose another --run-dir"
         )
 
     def _moved_from(self) -> Path | None:
@@ -191,6 +196,11 @@ class RunFolder:
             raise LaunchError(f"{self.path} is not a run folder: it has no {self.launch.name}")
         if not isinstance(settings, dict) or not {"script", "processes", "environment"} <= settings.keys():
             raise LaunchError(f"{self.launch} is damaged: it has no script, processes and environment")
+        for name, kind in _SETTINGS.items():
+            if not isinstance(settings.get(name, kind()), kind):
+                raise LaunchError(f"{self.launch} is damaged: {name} is {settings[name]!r}")
+        if not all(isinstance(value, str) for value in settings["environment"].values()):
+            raise LaunchError(f"{self.launch} is damaged: environment is {settings['environment']!r}")
         return settings
 
     def arguments(self) -> list[str]:
@@ -200,6 +210,8 @@ class RunFolder:
             return self.flags.read_bytes().decode("utf-8").split("\n")[:-1]
         except FileNotFoundError:
             raise LaunchError(f"{self.path} is damaged: it has no {self.flags.name}") from None
+        except OSError as error:
+            raise LaunchError(f"{self.flags} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise LaunchError(f"{self.flags} is damaged, it is no UTF-8 ({error})") from None
 
@@ -208,16 +220,38 @@ class RunFolder:
         values = _by_flag(self.arguments()).get(f"--{flag}")
         return values[0] if values else None
 
+    def tracker(self) -> Path | None:
+        """The file in --save that names the last complete checkpoint; None where nothing is saved."""
+        save = self.value_of("save")
+        return None if save is None else Path(save) / TRACKER
+
     def step(self) -> int:
         """The step of the last complete checkpoint in --save; 0 without one."""
-        save = self.value_of("save")
-        if save is None:
+        tracker = self.tracker()
+        if tracker is None:
             return 0
         try:
-            text = (Path(save) / TRACKER).read_text().strip()
+            text = tracker.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return 0
-        return int(text) if text.isdecimal() else 0
+        return whole_number(text.strip()) or 0
+
+
+def _opened_in(folder: Path, name: str) -> IO[str]:
+    """A file in a folder that is made where it is absent. Raises LaunchError, and leaves no folder, where it cannot
+    be."""
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / name).open("a")
+    except OSError as error:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise LaunchError(
+            f"the run folder {folder} cannot be made or written: {why_no_folder(folder, error)}. Choose another "
+            "--run-dir: a new folder, or that of the run that is to go on"
+        ) from None
 
 
 def script_arguments(recipe: Recipe, folder: Path) -> list[str]:

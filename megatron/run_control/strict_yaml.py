@@ -47,7 +47,11 @@ def read_mapping(file: Path, keys: Sequence[str], absent: str) -> dict:
         content = yaml.load(file.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
         raise LaunchError(f"{file}: {absent}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise LaunchError(f"{file}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise LaunchError(f"{file}: cannot be read as YAML: its brackets are nested too deep") from None
+    except (ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML's, of !!int '' etc.
         raise LaunchError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise LaunchError(f"{file}: a mapping with {', '.join(keys)} is wanted, {type(content).__name__} was found")

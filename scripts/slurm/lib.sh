@@ -192,7 +192,6 @@ close_log() {
 lock_run() {
     local holder status=0 mine="process $$" wait_s=${LOCK_SECONDS:-2}
     [ -z "${SLURM_JOB_ID:-}" ] || { mine="job $(this_job)"; wait_s=${LOCK_SECONDS:-120}; }
-    [[ $wait_s =~ ^[0-9]+$ ]] || die "LOCK_SECONDS is $wait_s, a whole number of seconds is wanted"
     exec 9>>"$run/launch.lock"
     flock --timeout "$wait_s" --conflict-exit-code 75 9 || status=$?
     holder=$(head -n 1 "$run/launch.lock")
@@ -200,7 +199,8 @@ lock_run() {
         # A file server can keep the lock of a node that is dead. SLURM starts a job again only after its last start has
         # ended, so that a requeued job which finds itself holding it has nobody to wait for.
         [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [[ $holder = "$mine on "* ]] ||
-            die "$run is at work already, launched by ${holder:-another launch} (fuser $run/launch.lock names its processes):" \
+            die "$run is at work already, launched by ${holder:-another launch}" \
+                "($(printf 'fuser %q' "$run/launch.lock") names its processes):" \
                 "wait for it, end it, or choose another --run-dir"
         say "the lock of $run is still held by this job's last start; going on"
     elif [ "$status" -ne 0 ]; then
@@ -256,7 +256,7 @@ run_job() {
         *) say "not requeued by itself: the job is in state $state"; exit 1 ;;
     esac
     say "requeueing job $(this_job)"
-    scontrol requeue "$(this_job)" || { say "scontrol requeue was refused; go on by hand with $run/rerun.sh"; exit 1; }
+    scontrol requeue "$(this_job)" || { say "scontrol requeue was refused; go on by hand with $(printf %q "$run/rerun.sh")"; exit 1; }
     exit 0
 }
 
