@@ -1,9 +1,9 @@
-"""What decides about restarts, snapshots, heartbeats, the wandb run and the table of runs, each in this process."""
+"""What decides about restarts, snapshots, heartbeats and the wandb run, each in this process."""
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,13 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from harness_corpus import tool
 
 from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
 from megatron.run_control.node_agent import end_earlier, end_leftovers
-from megatron.run_control.progress import find_runs, read_progress
 from megatron.run_control.recipes import Recipe
 from megatron.run_control.resubmission import resubmission
 from megatron.run_control.run_folder import TRACKER, RunFolder
@@ -89,6 +87,48 @@ def test_the_node_that_ended_first_says_why(run: RunFolder) -> None:
     write_outcome(run, number, 0, LOST_PROCESS, "killed by the step's end")
     assert end_attempt(run, 137).reason == "hung: rank 3; goes on from step 0"
     assert read_attempts(run)[-1].status == HUNG
+
+
+_NO_OUTCOMES = ["[" * 100_000, "[]", "{}", '{"time": 1, "status": "x", "reason": "y"}', "{"]
+
+
+@pytest.mark.parametrize("content", _NO_OUTCOMES)
+def test_a_damaged_outcome_is_said_and_keeps_no_end_from_being_written(
+    run: RunFolder, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_attempt(run)
+    run.outcomes.mkdir()
+    (run.outcomes / "attempt-1-node-0.json").write_text(content)
+    assert end_attempt(run, LOST_PROCESS).again
+    assert read_attempts(run)[0].status == LOST_PROCESS
+    assert "attempt-1-node-0.json is damaged" in capsys.readouterr().err
+
+
+def test_a_damaged_heartbeat_does_not_end_the_watchdog(run: RunFolder) -> None:
+    run.heartbeats.mkdir()
+    for number, content in enumerate(("[" * 100_000, "[]", "{", "3")):
+        (run.heartbeats / f"rank-{number}.json").write_text(content)
+    assert Watchdog(run, 1, 9.0, 9.0, lambda: [1])._ranks() == {}
+
+
+def test_a_damaged_tracker_is_no_progress(run: RunFolder) -> None:
+    (run.path / "checkpoints").mkdir()
+    for content in (b"9" * 5000, b"\xff", b"-3", b""):
+        (run.path / "checkpoints" / TRACKER).write_bytes(content)
+        assert run.step() == 0, content[:9]
+
+
+def test_a_command_that_a_message_suggests_can_be_typed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a b's $HOME")
+    recipe = Recipe("pretrain_gpt.py", flags={"seq-length": 32})
+    run.create(recipe, ROOT)
+    for _ in range(2):
+        begin_attempt(run)
+        decision = end_attempt(run, LOST_PROCESS, limit=2)
+    assert decision.reason.endswith(shlex.join(["RESET_GUARD=1", str(run.rerun)]))
+    with pytest.raises(LaunchError) as error:
+        run.create(Recipe("pretrain_gpt.py"), ROOT)
+    assert f"with {shlex.quote(str(run.rerun))}, or" in str(error.value)
 
 
 def test_the_snapshot_holds_what_a_rerun_needs_and_no_secret(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,131 +294,3 @@ def test_what_a_killed_trainer_left_behind_is_ended_and_nothing_else(run: RunFol
         assert end_earlier(run, 2) == 0
         assert end_earlier(run, 3) == 1, "a trainer that outlived its launch would write the same checkpoints"
         assert left.poll() is not None
-
-
-_STEP = (
-    " [2026-01-01] iteration {step:8d}/     100 | consumed samples: 8 | elapsed time per iteration (ms): 500.0 | "
-    "global batch size:     8 | lm loss: 4.25E+00 | loss scale: 1.0 |\n"
-)
-
-
-def test_the_table_tells_state_speed_and_problems_from_the_folder_alone(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert read_progress(run.path).state == "prepared"
-    begin_attempt(run)
-    run.log.write_text(_STEP.format(step=39) + _STEP.format(step=40))
-    _saved(run, 25)
-    view = read_progress(run.path)
-    assert (view.state, view.step, view.steps, view.loss, view.saved_step) == ("running", 40, 100, 4.25, 25)
-    assert (view.tokens_per_second, view.seconds_left) == (8 * 32 / 0.5, 30.0)
-    attempts = json.loads(run.attempts.read_text())
-    attempts[0]["started"] -= 600
-    run.attempts.write_text(json.dumps(attempts))
-    assert read_progress(run.path).state == "silent"
-    end_attempt(run, LOST_PROCESS)
-    assert read_progress(run.path).state == "waiting"
-    begin_attempt(run)
-    end_attempt(run, BAD_OPTIONS)
-    assert find_runs([run.path.parent]) == [run.path]
-    assert tool("runs").main([str(run.path.parent), "--once"]) == 0
-    out = capsys.readouterr().out
-    assert "stopped" in out
-    assert "another start cannot mend" in " ".join(out.split())
-
-
-@pytest.mark.parametrize("shown", ["NAN", "INF", "-INF", "nan"])
-def test_a_loss_that_is_not_finite_is_a_problem_in_every_state(run: RunFolder, shown: str) -> None:
-    begin_attempt(run)
-    run.log.write_text(_STEP.format(step=39) + _STEP.format(step=40).replace("4.25E+00", shown))
-    for state in ("running", "finished"):
-        view = read_progress(run.path)
-        assert view.state == state
-        assert f"the loss is not finite ({float(shown)}) at step 40" in (view.problem or "")
-        end_attempt(run, 0)
-
-
-def test_steps_and_validations_that_are_not_finite_are_problems(run: RunFolder) -> None:
-    begin_attempt(run)
-    counted = "loss scale: 1.0 | number of nan iterations:   {} |"
-    # Upstream leaves a mean that is NaN out of the line.
-    line = _STEP.format(step=40)
-    run.log.write_text(line.replace("lm loss: 4.25E+00 | ", "").replace("loss scale: 1.0 |", counted.format(3)))
-    view = read_progress(run.path)
-    assert view.loss != view.loss
-    assert view.problem == "the loss is not finite (nan) at step 40"
-    run.log.write_text(line.replace("loss scale: 1.0 |", counted.format(3)))
-    assert read_progress(run.path).problem == "3 of the steps up to 40 had a loss that is NaN"
-    run.log.write_text(
-        line.replace("loss scale: 1.0 |", counted.format(0))
-        + " validation loss at iteration 40 on validation set | lm loss value: NAN | lm loss PPL: NAN |\n"
-    )
-    assert read_progress(run.path).problem == "the validation loss is not finite (nan) at step 40"
-    run.log.write_text(line)
-    assert read_progress(run.path).problem is None
-
-
-_DAMAGES: dict[str, list[bytes | None]] = {
-    "attempts.json": [b"[{", b"{}", b'[{"number": 1}]', b"\xff"],
-    "launch.json": [b"", b"{}"],
-    "flags.txt": [None, b"\xff\n"],
-}
-
-
-@pytest.mark.parametrize(("name", "content"), [(n, content) for n, found in _DAMAGES.items() for content in found])
-def test_a_damaged_run_is_a_row_that_says_what_is_damaged_and_the_others_are_shown(
-    run: RunFolder, name: str, content: bytes | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = RunFolder(run.path.parent / "other")
-    other.create(Recipe("pretrain_gpt.py"), ROOT)
-    begin_attempt(run)
-    file = run.path / name
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(content)
-    assert tool("runs").main([str(run.path.parent), "--once"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "run damaged" in out
-    assert "is damaged" in (problem := read_progress(run.path).problem or "")
-    assert name in problem
-    assert "other prepared" in out
-
-
-def test_a_reader_that_goes_away_ends_a_tool_quietly(run: RunFolder) -> None:
-    folder = run.path.parent / os.fsdecode(b"not-\xff-utf8")
-    run.path.rename(folder)
-    ablation = run.path.parent / "trial.yaml"
-    base = f"base: {ROOT}/scripts/recipes/tiny-gpt.yaml\nfolder: {run.path.parent}/runs\n"
-    ablation.write_text(f"{base}axes: {{streams: 1}}\nseeds: [1]\n")
-    for command in (
-        ["runs.py", str(folder.parent), "--once"],
-        ["recipe_flags.py", "scripts/recipes/tiny-gpt.yaml"],
-        ["ablate.py", "report", str(ablation)],
-    ):
-        with subprocess.Popen(
-            [sys.executable, f"tools/{command[0]}", *command[1:]],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.close()
-            said = process.stderr.read()
-        assert process.returncode == 1, command
-        for noise in ("Traceback", "Broken pipe", "Exception ignored"):
-            assert noise not in said, f"{command}: {said}"
-    assert (run.path.parent / "runs" / "report" / "report.md").exists(), "what was written before stays"
-    shown = read_progress(folder)
-    assert shown.name == "not-\\xff-utf8"
-
-
-def test_a_place_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("runs").main([str(tmp_path)]) == 2
-    assert "a run has a launch.json" in capsys.readouterr().err
-    for wrong in ([""], ["--every", "nan"]):
-        with pytest.raises(SystemExit) as ended:
-            tool("runs").main(wrong)
-        assert ended.value.code == 2

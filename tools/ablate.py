@@ -34,7 +34,7 @@ from compare_runs import Run, RunError, read_run
 
 from megatron.ablations.description import Ablation, load_ablation
 from megatron.ablations.state import ablation_lock, check_folders, damage_of, other_folders, state_of
-from megatron.run_control.errors import LaunchError
+from megatron.run_control.errors import LaunchError, said
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,10 +176,8 @@ def main(argv: list[str] | None = None) -> int:
         from megatron.run_control.known_flags import known_flags
 
         return commands[args.command](args, load_ablation(args.file, ROOT, known_flags()))
-    except BrokenPipeError:
-        raise  # closed_pipe.py
     except (LaunchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {said(error)}", file=sys.stderr)
         return 2
 
 

@@ -227,8 +227,6 @@ def main(argv: list[str] | None = None) -> int:
             write_json(runs, Path(args.json))
         if args.plot:
             write_plot(runs, Path(args.plot))
-    except BrokenPipeError:
-        raise  # closed_pipe.py
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

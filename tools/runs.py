@@ -8,7 +8,8 @@
 Each PLACE is a run folder (of scripts/launch.sh or a .sbatch file) or a folder of such folders. States: running,
 waiting (to be started again, in SLURM's queue for example), silent (says that it runs, but no rank has moved for 2
 minutes), finished, stopped (will not be started again; the problem says why), prepared (never started), damaged (a file
-of the folder cannot be read; the problem says which). A loss that is NaN or infinite is a problem in every state.
+that says what becomes of the run cannot be read; the problem says which). A loss that is NaN or infinite, and a log
+that cannot be read, are problems in every state.
 
 What always holds: only run folders are read, nothing is written and no scheduler is asked. Exit status: 0, or 2 when
 there is no run.
@@ -32,6 +33,7 @@ from megatron.run_control.progress import Progress, find_runs, read_progress
 if TYPE_CHECKING:
     from rich.table import Table
 
+LONGEST_S = 86400  # between two readings; a sleep cannot be infinite
 _COLORS = {"running": "green", "waiting": "yellow", "finished": "blue"}
 _COLORS |= dict.fromkeys(("silent", "stopped", "damaged"), "red")
 
@@ -51,8 +53,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not all(place.strip() for place in args.places):
         parser.error("a PLACE is empty: name a folder")
-    if not args.every > 0:
-        parser.error(f"--every {args.every}: more than 0 seconds")
+    if not 0 < args.every <= LONGEST_S:
+        parser.error(f"--every {args.every:g}: more than 0 seconds and at most {LONGEST_S} are wanted")
     return args
 
 

@@ -4,8 +4,10 @@
     view.state        # "running", "waiting", "silent", "finished", "stopped", "prepared", "damaged"
     view.step, view.steps, view.loss, view.tokens_per_second, view.seconds_left, view.saved_step, view.problem
 
-What always holds: reading changes nothing and raises nothing: a folder that cannot be read is "damaged" and its problem
-names the file; a number that the run has not told yet is None; a loss that is not finite is a problem in every state.
+What always holds: reading changes nothing and raises nothing: a folder whose launch.json, flags.txt or attempts.json
+cannot be read is "damaged" and its problem names the file; a log or a checkpoint's tracker that cannot is a problem,
+the state is what the other files say; a number that the run has not told yet is None; a loss that is not finite is a
+problem in every state.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.run_control.attempts import Attempt, read_attempts
+from megatron.run_control.errors import LaunchError, said
 from megatron.run_control.exit_status import FINISHED
-from megatron.run_control.run_folder import TRACKER, RunFolder
+from megatron.run_control.limits import whole_number
+from megatron.run_control.run_folder import RunFolder
 
 SILENT_AFTER_S = 120.0
 _TAIL_BYTES = 1 << 18
+_LARGEST = 1e12  # milliseconds of a step
+_RELEASE = "release"  # in a tracker: weights without a step
 _STEP = re.compile(r"iteration +(\d+)/ *(\d+) \|")
 _TIME = re.compile(r"elapsed time per iteration \(ms\): +([0-9.]+)")
 _BATCH = re.compile(r"global batch size: +(\d+)")
@@ -52,8 +58,11 @@ class Progress:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a launched run's."""
-    return (path / "launch.json").is_file()
+    """Whether a folder is a launched run's, or may be one that cannot be looked into: its row says why."""
+    try:
+        return (path / "launch.json").is_file()
+    except OSError:
+        return True
 
 
 def find_runs(places: list[Path]) -> list[Path]:
@@ -71,21 +80,27 @@ def _launched(path: Path) -> float:
 
 def read_progress(path: Path) -> Progress:
     """Read one run."""
-    name = os.fsencode(path.name).decode("utf-8", errors="backslashreplace")
+    name = _printable(os.fsencode(path.name).decode("utf-8", errors="backslashreplace"))
     view = Progress(name, "prepared")
     try:
         run = RunFolder(path)
         run.settings()
+        run.arguments()
         attempts = read_attempts(run)
-        view.attempts = len(attempts)
-        problems = _read_log(run, view)
-        _read_checkpoint(run, view)
-        if attempts:
-            _judge(run, attempts, view)
-    except (OSError, ValueError) as error:  # LaunchError is a ValueError
-        return Progress(name, "damaged", problem=str(error))
-    view.problem = "; ".join([*problems, *([view.problem] if view.problem else [])]) or None
+    except (LaunchError, OSError) as error:
+        return Progress(name, "damaged", problem=_printable(said(error)))
+    view.attempts = len(attempts)
+    # Neither decides what becomes of the run: what is wrong with them stands beside its state.
+    problems = [*_read_log(run, view), *_read_checkpoint(run, view)]
+    if attempts:
+        _judge(run, attempts, view)
+    view.problem = _printable("; ".join([*problems, *([view.problem] if view.problem else [])])) or None
     return view
+
+
+def _printable(text: str) -> str:
+    """The text with what a terminal would obey, or could not show, escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _tail(file: Path) -> str:
@@ -98,43 +113,95 @@ def _tail(file: Path) -> str:
 
 
 def _read_log(run: RunFolder, view: Progress) -> list[str]:
-    """Step, loss and speed from the last step line; returns which losses are not finite."""
-    text = _tail(run.log)
+    """Step, loss and speed from the last step line; returns what is wrong: losses that are not finite, or a line that
+    says no usable numbers, which tells nothing of the run itself."""
+    length = whole_number(run.value_of("seq-length") or "")
+    try:
+        text = _tail(run.log)
+        return [*_read_step(text, length, view), *_read_validation(text)]
+    except OSError as error:
+        return [f"{run.log} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [f"{run.log} is damaged: {error}"]
+
+
+def _read_step(text: str, length: int | None, view: Progress) -> list[str]:
+    """Read the last step line; returns which losses are not finite. Raises ValueError, before the view has any of it,
+    for a line with a number that no trainer prints."""
     lines = [line for line in text.splitlines() if _STEP.search(line)]
     if not lines:
         return []
-    step, duration, batch, loss, nans = (
+    found, duration, batch, loss, nans = (
         pattern.search(lines[-1]) for pattern in (_STEP, _TIME, _BATCH, _LOSS, _NAN_STEPS)
     )
-    if step is not None:
-        view.step, view.steps = int(step[1]), int(step[2])
+    step, steps = (_whole(found[1]), _whole(found[2])) if found is not None else (0, 0)
+    seconds = 0.0 if duration is None else _number(duration[1]) / 1000
+    tokens = 0 if batch is None or length is None else _whole(batch[1]) * length
+    view.step, view.steps = step, steps
     view.loss = float(loss[1]) if loss is not None else math.nan if nans is not None else None
-    length = run.value_of("seq-length")
-    if duration is not None and float(duration[1]) > 0:
-        seconds = float(duration[1]) / 1000
-        if batch is not None and length is not None:
-            view.tokens_per_second = int(batch[1]) * int(length) / seconds
-        if view.step is not None and view.steps is not None:
-            view.seconds_left = (view.steps - view.step) * seconds
-    problems = []
+    if seconds > 0:
+        view.tokens_per_second = tokens / seconds if tokens else None
+        view.seconds_left = (steps - step) * seconds
     if view.loss is not None and not math.isfinite(view.loss):
-        problems.append(f"the loss is not finite ({view.loss}) at step {view.step}")
-    elif nans is not None:
-        problems.append(f"{nans[1]} of the steps up to {view.step} had a loss that is NaN")
+        return [f"the loss is not finite ({view.loss}) at step {view.step}"]
+    return [] if nans is None else [f"{nans[1]:.20} of the steps up to {view.step} had a loss that is NaN"]
+
+
+def _read_validation(text: str) -> list[str]:
+    """Says it where the last validation loss is not finite."""
     validations = _VALIDATION.findall(text)
-    if validations and not math.isfinite(float(validations[-1][1])):
-        problems.append(f"the validation loss is not finite ({float(validations[-1][1])}) at step {validations[-1][0]}")
-    return problems
+    if not validations or math.isfinite(float(validations[-1][1])):
+        return []
+    return [f"the validation loss is not finite ({float(validations[-1][1])}) at step {validations[-1][0]:.20}"]
 
 
-def _read_checkpoint(run: RunFolder, view: Progress) -> None:
-    save = run.value_of("save")
-    if save is None:
-        view.problem = "saves nothing: no --save"
-        return
-    view.saved_step = run.step() or None
-    if view.saved_step is not None:
-        view.saved_ago = time.time() - (Path(save) / TRACKER).stat().st_mtime
+def _whole(text: str) -> int:
+    number = whole_number(text)
+    if number is None:
+        raise ValueError(f"{_shortened(text)} is no whole number of a run")
+    return number
+
+
+def _number(text: str) -> float:
+    """A number from 0 in digits and points."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.inf
+    if number > _LARGEST:
+        raise ValueError(f"{_shortened(text)} is no time of a step")
+    return number
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}... ({len(text)} digits)"
+
+
+def _read_checkpoint(run: RunFolder, view: Progress) -> list[str]:
+    """The last saved step and its age; returns what is wrong with it."""
+    tracker = run.tracker()
+    if tracker is None:
+        return ["saves nothing: no --save"]
+    try:
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        age = time.time() - tracker.stat().st_mtime
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{tracker} cannot be read: {error.strerror}"]
+    step = whole_number(text)
+    if step is None and text != _RELEASE:
+        return [f"{tracker} is damaged: {_shortened(text)} is no step"]
+    if step:
+        view.saved_step, view.saved_ago = step, age
+    return []
+
+
+def _beat(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # it has been removed since
+        return 0.0
 
 
 def _judge(run: RunFolder, attempts: list[Attempt], view: Progress) -> None:
@@ -146,7 +213,7 @@ def _judge(run: RunFolder, attempts: list[Attempt], view: Progress) -> None:
         view.problem = None if last.status == FINISHED else last.reason
         return
     view.state = "running"
-    beats = [file.stat().st_mtime for file in run.heartbeats.glob("rank-*.json")]
+    beats = [_beat(file) for file in run.heartbeats.glob("rank-*.json")]
     silence = time.time() - max([last.started, *beats])
     if silence > SILENT_AFTER_S:
         view.state = "silent"

@@ -115,9 +115,10 @@ class Watchdog(threading.Thread):
 
 def _read(file: Path) -> dict:
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _signal(pid: int, number: int) -> None:
