@@ -143,6 +143,8 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
             "environment: WANDB_RUN_ID: every run is a wandb run of its own",
         ),
         ("base: [", "cannot be read as YAML"),
+        ("base: [a]\naxes: {streams: 1}\nseeds: [1]", "base is ['a'], the name of one recipe's file"),
+        ('base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nfolder: "a\\0"', "which holds a zero byte"),
         ("- 1", "a mapping with"),
     ],
 )
@@ -191,6 +193,27 @@ def test_depth_of_a_hybrid_and_an_unknown_flag_are_refused(tmp_path: Path) -> No
     (tmp_path / "trial.yaml").write_text("base: base.yaml\naxes: {streams: 1, num-layer: 3}\nseeds: [1]\n")
     with pytest.raises(LaunchError, match=r"trial\.yaml: --num-layer: .* nearest: num-layers"):
         load_ablation(tmp_path / "trial.yaml", ROOT, dict.fromkeys(_NAMES, "value") | dict.fromkeys(_BARE, "bare"))
+
+
+def test_a_list_is_refused_for_a_flag_of_one_value_and_taken_for_one_of_several(
+    tmp_path: Path, flag_table: FlagTable
+) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    file = tmp_path / "trial.yaml"
+    for axes, extra in (("{streams: 1, lr: [[1, 2]]}", ""), ("{streams: 1}", "flags: {lr: [1, 2]}\n")):
+        file.write_text(f"base: base.yaml\n{extra}axes: {axes}\nseeds: [1]\n")
+        with pytest.raises(LaunchError, match=r"trial\.yaml: --lr takes one value, the list \[1, 2\] was given"):
+            load_ablation(file, ROOT, flag_table)
+    file.write_text("base: base.yaml\naxes: {streams: 1, data-path: [[0.3, a, 0.7, b], [c]]}\nseeds: [1]\n")
+    variants = load_ablation(file, ROOT, flag_table).variants
+    assert [variant.recipe.flags["data-path"] for variant in variants] == [[0.3, "a", 0.7, "b"], ["c"]]
+
+
+def test_a_base_that_cannot_train_is_refused_by_its_name(tmp_path: Path, flag_table: FlagTable) -> None:
+    (tmp_path / "base.yaml").write_text(BASE.replace("pretrain_gpt.py", "tools/runs.py"))
+    (tmp_path / "trial.yaml").write_text(WIDE)
+    with pytest.raises(LaunchError, match=r"base\.yaml: script is 'tools/runs\.py', but no file in"):
+        load_ablation(tmp_path / "trial.yaml", ROOT, flag_table)
 
 
 _NAMES = (

@@ -14,6 +14,7 @@ from megatron.ablations.cost import Cost
 from megatron.ablations.plan_table import remarks, totals
 from megatron.ablations.runner import write_recipe
 from megatron.ablations.state import (
+    ablation_lock,
     check_folders,
     damage_of,
     end_orphans,
@@ -70,6 +71,16 @@ def test_a_run_is_one_launchs_at_a_time(tmp_path: Path) -> None:
     again = launch_lock(run)
     assert again is not None
     os.close(again)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_yaml(tmp_path: Path) -> None:
+    for folder, why in ((tmp_path / "trial.yaml", "trial.yaml is no folder"), (Path("/proc/x"), "/proc")):
+        ablation = ablation_of(tmp_path, f"{WIDE}folder: {folder}\n")
+        with (
+            pytest.raises(LaunchError, match=rf"trial\.yaml: folder: .*{why}.* Name another one"),
+            ablation_lock(ablation),
+        ):
+            pass
 
 
 def test_a_damaged_run_is_named_and_only_stops_what_would_touch_it(tmp_path: Path) -> None:

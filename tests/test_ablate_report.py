@@ -236,6 +236,23 @@ def test_no_finished_run_is_a_page_that_says_so_without_pictures_and_status_1(
     assert "equal tokens" not in page
 
 
+def test_a_report_that_cannot_be_written_says_where_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "none.yaml"
+    file.write_text(YAML + f"folder: {tmp_path}/runs\n")
+    for output, why in (
+        (file, f"{file} is no folder"),
+        (file / "x" / "y", f"{file} is no folder"),
+        (Path("/proc/x"), "/proc"),
+        (Path("/proc"), "/proc"),
+    ):
+        before = file.read_text()
+        assert tool("ablate").main(["report", str(file), "--output", str(output)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: the report cannot be written to {output}: {why}")
+        assert said.endswith(". Name another folder by --output\n")
+        assert file.read_text() == before
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
     """The YAML of an ablation whose six runs have finished: one logged a NaN, one lost its TensorBoard files, one's

@@ -33,10 +33,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.ablations.axes import WIDE_AXES, as_number, check_streams, flags_of, is_whole, label_of
-from megatron.run_control.environment import check_environment
+from megatron.run_control.environment import check_environment, check_text
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import FlagTable, check_flags
-from megatron.run_control.recipes import FlagValue, Recipe, expanded, flag_value, load_recipe
+from megatron.run_control.recipes import FlagValue, Recipe, check_base, check_script, expanded, flag_value, load_recipe
 from megatron.run_control.run_folder import OWNED_FLAGS
 from megatron.run_control.strict_yaml import read_mapping
 
@@ -91,9 +91,12 @@ class Ablation:
 
 
 def load_ablation(file: Path, root: Path, table: FlagTable | None = None) -> Ablation:
-    """Read an ablation. `root` is the checkout, `table` the flags of the training scripts (None: not checked)."""
+    """Read an ablation. `root` is the checkout, `table` the flags of the training scripts; without it neither flags nor
+    script are checked."""
     content = _read(file)
     base = _base_recipe(file, content)
+    if table is not None:
+        check_script(base, file.parent / content["base"], root)
     seeds = _seeds(file, content.get("seeds"))
     try:
         variants = _with_references(_variants(file, content, base), content.get("reference"))
@@ -133,9 +136,11 @@ def _read(file: Path) -> dict:
     for key in ("base", "axes", "seeds"):
         if content.get(key) is None:
             raise LaunchError(f"{file}: no {key}")
+    check_base(file, content["base"])
     folder = content.get("folder", "-")
     if not isinstance(folder, str) or not folder.strip():
         raise LaunchError(f"{file}: folder is {folder!r}, the name of a folder is wanted")
+    check_text(folder, f"{file}: folder")
     return content
 
 
@@ -148,7 +153,7 @@ def _table(file: Path, content: Mapping, key: str) -> dict[str, object]:
 
 def _base_recipe(file: Path, content: Mapping) -> Recipe:
     """The base recipe with processes, environment and flags of the YAML."""
-    recipe = load_recipe(file.parent / str(content["base"]))
+    recipe = load_recipe(file.parent / content["base"])
     processes = content.get("processes", recipe.processes)
     if not is_whole(processes, 1):
         raise LaunchError(f"{file}: processes is {processes!r}, a whole number from 1 is wanted")

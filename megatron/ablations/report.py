@@ -21,6 +21,7 @@ from typing import Protocol
 from megatron.ablations.description import Ablation, Variant
 from megatron.ablations.paired import CONFIDENCE, NOT_FINITE, Difference, paired_difference, spread
 from megatron.ablations.provenance import provenance
+from megatron.run_control.errors import LaunchError, why_no_folder
 from megatron.run_control.run_folder import write_whole
 
 CURVES, DIFFERENCES = "loss_curves.png", "differences.png"
@@ -249,7 +250,19 @@ def differences_csv(report: Report) -> str:
 def write_report(
     report: Report, folder: Path, note: str, command: str, draw: Callable[[Report, Path], bool] | None = None
 ) -> list[Path]:
-    """Write all files into a folder; returns them. `draw` writes the pictures and says whether there was anything."""
+    """Write all files into a folder; returns them. `draw` writes the pictures and says whether there was anything.
+    Raises LaunchError where the folder cannot be made or written."""
+    try:
+        return _write_files(report, folder, note, command, draw)
+    except OSError as error:
+        raise LaunchError(
+            f"the report cannot be written to {folder}: {why_no_folder(folder, error)}. Name another folder by --output"
+        ) from None
+
+
+def _write_files(
+    report: Report, folder: Path, note: str, command: str, draw: Callable[[Report, Path], bool] | None
+) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw is not None and draw(report, folder)
     texts = {

@@ -31,10 +31,21 @@ def _submissions_file(ablation: Ablation) -> Path:
     return ablation.folder / "submissions.json"
 
 
+def _submissions(ablation: Ablation) -> list[dict]:
+    """What was submitted before: job, lines and runs of each. Raises LaunchError where the file is damaged."""
+    file = _submissions_file(ablation)
+    found = read_json(file, [])
+    kinds = {"job": str, "lines": str, "runs": list}
+    for entry in found if isinstance(found, list) else [found]:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
+            raise LaunchError(f"{file} is damaged: {entry!r:.80} has no job, lines and runs")
+    return list(found)
+
+
 def queued(ablation: Ablation) -> dict[str, str]:
     """Runs whose array element waits or runs, with its id. Raises LaunchError when SLURM does not answer."""
     found: dict[str, str] = {}
-    for submission in read_json(_submissions_file(ablation), []):
+    for submission in _submissions(ablation):
         job = submission["job"]
         command = ["squeue", "--noheader", "--array", "--format=%K", f"--jobs={job}"]
         try:
@@ -80,7 +91,7 @@ def submit(
         return "", []
     for run in runs:
         _check_idle(run)
-    submissions = read_json(_submissions_file(ablation), [])
+    submissions = _submissions(ablation)
     lines = ablation.folder / "submissions" / f"{len(submissions) + 1}.txt"
     write_whole(lines, "".join(f"{launch_line(run)}\n" for run in runs))
     limit = f"%{parallel}" if parallel else ""

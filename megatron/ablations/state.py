@@ -21,7 +21,7 @@ import psutil
 
 from megatron.ablations.description import Ablation, PlannedRun
 from megatron.run_control.attempts import read_attempts
-from megatron.run_control.errors import LaunchError
+from megatron.run_control.errors import LaunchError, why_no_folder
 from megatron.run_control.exit_status import FINISHED
 from megatron.run_control.heartbeat import FOLDER_VARIABLE
 from megatron.run_control.run_folder import RunFolder
@@ -122,7 +122,14 @@ def launch_lock(run: PlannedRun) -> int | None:
 @contextlib.contextmanager
 def ablation_lock(ablation: Ablation) -> Iterator[None]:
     """One `run` at a time. Raises LaunchError while another one is at work."""
-    descriptor = take_lock(ablation.folder / "locks" / ".ablation")
+    locks = ablation.folder / "locks"
+    try:
+        descriptor = take_lock(locks / ".ablation")
+    except OSError as error:
+        raise LaunchError(
+            f"{ablation.file}: folder: {ablation.folder} cannot be made or written: {why_no_folder(locks, error)}. "
+            "Name another one"
+        ) from None
     if descriptor is None:
         raise LaunchError(f"another tools/ablate.py run is at work on {ablation.folder}: wait for it, or end it")
     try:
