@@ -19,7 +19,7 @@ from megatron.ablations.axes import flags_of
 from megatron.ablations.cost import Cost, _with_time
 from megatron.ablations.description import load_ablation
 from megatron.ablations.plan_table import own_flags, remarks, totals
-from megatron.ablations.slurm_array import submit
+from megatron.ablations.slurm_array import queued, submit
 from megatron.ablations.state import state_of
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.known_flags import FlagTable, known_flags
@@ -142,6 +142,16 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
             "base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nenvironment: {WANDB_RUN_ID: a}",
             "environment: WANDB_RUN_ID: every run is a wandb run of its own",
         ),
+        ("base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nflags: 0", "flags is a int, a mapping is wanted"),
+        (
+            f"base: base.yaml\naxes: {{streams: 1, data-path: {'a' * 300}}}\nseeds: [1]",
+            "a name of 319 bytes, at most 200",
+        ),
+        *(
+            (f"base: base.yaml\naxes: {{streams: 1, {axis}: 1{'0' * 400}}}\nseeds: [1]", f"axes: {axis} is 1000")
+            for axis in ("width", "depth", "learning-rate")
+        ),
+        (f"base: base.yaml\naxes: {{streams: 1}}\nseeds: [1{'0' * 400}]", "is no whole number from 1"),
         ("base: [", "cannot be read as YAML"),
         ("base: [a]\naxes: {streams: 1}\nseeds: [1]", "base is ['a'], the name of one recipe's file"),
         ('base: base.yaml\naxes: {streams: 1}\nseeds: [1]\nfolder: "a\\0"', "which holds a zero byte"),
@@ -303,6 +313,20 @@ def test_the_plan_names_what_deserves_a_word(tmp_path: Path) -> None:
     assert {state_of(run) for run in ablation.runs} == {"absent"}
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "{}", "[3]", '[{"job": 1, "lines": "", "runs": []}]', "{"])
+def test_a_damaged_list_of_submissions_is_named(tmp_path: Path, content: str) -> None:
+    ablation = ablation_of(tmp_path, f"{WIDE}folder: {tmp_path}\n")
+    (tmp_path / "submissions.json").write_text(content)
+    with pytest.raises(LaunchError, match=r"submissions\.json is damaged"):
+        queued(ablation)
+
+
+def test_tokens_that_are_no_number_are_not_said(tmp_path: Path) -> None:
+    flags = "flags: {train-iters: 1e200, seq-length: 1e200}\n"
+    ablation = ablation_of(tmp_path, f"base: base.yaml\n{flags}axes: {{streams: 1}}\nseeds: [1]\n")
+    assert ablation.tokens(ablation.variants[0]) is None
+
+
 def test_slurm_without_sbatch_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="there is no sbatch on PATH"):
@@ -327,4 +351,4 @@ def test_help_needs_no_torch_and_shows_an_example(capsys: pytest.CaptureFixture[
     assert "error: nowhere.yaml: no such ablation" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         ablate.main(["report", "x", "--output", ""])
-    assert "the name of a folder is wanted, it is empty" in capsys.readouterr().err
+    assert "argument --output: a name is wanted, it is empty" in capsys.readouterr().err

@@ -14,6 +14,8 @@ import pytest
 from harness_scripts import REPOSITORY, needs_own_venv, readme_commands, run_script, script_environment
 
 from megatron.run_control.exit_status import SAVED_ON_REQUEST
+from megatron.run_control.recipes import load_recipe
+from megatron.run_control.run_folder import RunFolder
 
 pytestmark = needs_own_venv
 
@@ -110,13 +112,24 @@ def test_a_launch_that_cannot_start_says_why_in_one_line_and_makes_no_folder(tmp
         (launch[:-1], {}, "--run-dir needs one value; none was given"),
         (launch, {"LOCK_SECONDS": "soon"}, "LOCK_SECONDS is 'soon', a whole number of seconds"),
         (launch, {"WATCHDOG_SECONDS": "soon"}, "WATCHDOG_SECONDS is 'soon', a number of seconds"),
+        (launch, {"MASTER_ADDR": "here", "MASTER_PORT": "soon"}, "MASTER_PORT is 'soon' and MASTER_ADDR is set"),
+        (launch, {"MASTER_ADDR": "here"}, "MASTER_PORT is '' and MASTER_ADDR is set, a port from 1"),
+        (launch, {"PYTHON": "/etc"}, "no Python at /etc"),
     ):
         done = run_script(*words, cwd=tmp_path, **variables)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: ")
+        assert "error: " in done.stderr
         assert complaint in done.stderr
         assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+    for name in ("log.txt", "launch.lock"):
+        folder = RunFolder(tmp_path / name / "run")
+        folder.create(load_recipe(Path(recipe)), REPOSITORY)
+        (folder.path / name).mkdir()
+        done = run_script(launch[0], "--rerun", str(folder.path))
+        assert done.returncode == 2
+        assert f"error: {folder.path / name} cannot be written: mend it, or choose another --run-dir" in done.stderr
+        assert not folder.attempts.exists()
 
 
 def _locking(run: Path, **variables: str) -> subprocess.Popen:

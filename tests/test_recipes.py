@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -273,6 +274,43 @@ def test_an_element_of_a_sweep_takes_its_line(tmp_path: Path) -> None:
     assert sweep_line(file, 2) == ["b.yaml", "--data-path", "c d"]
     with pytest.raises(LaunchError, match="has 2 launches, number 3 is wanted"):
         sweep_line(file, 3)
+    assert sweep_line(_recipe(tmp_path, "a.yaml --x 'b\u2028c'\r\n", "odd.txt"), 1) == ["a.yaml", "--x", "b\u2028c"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"\xff", "is no UTF-8 text"),
+        (b"a.yaml 'b", "launch 1: No closing quotation"),
+        (b"a.yaml b\0c", "launch 1: a word is .* which holds a zero byte"),
+        (b"# nothing", "has 0 launches, number 1 is wanted"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read_is_named(
+    tmp_path: Path, content: bytes, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_bytes(content)
+    assert run_control(["line", str(file), "1"]) == 2
+    assert re.match(rf"error: {re.escape(str(file))}.*{complaint}", said := capsys.readouterr().err)
+    assert said.count("\n") == 1
+
+
+def test_values_that_no_launch_takes_are_refused_by_the_tool_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, complaint in (
+        ('{lr: "a\\nb"}', "--lr: its value holds a line break: 'a\\nb'"),
+        ('{lr: "a\\0b"}', "which holds a zero byte"),
+        ('{data-path: [a, "\\ud800"]}', "which is no UTF-8 text"),
+        ('{"lr\\n": 1}', "--lr\\n: the training scripts have no such flag"),
+        ("0", "flags is a int, a mapping is wanted"),
+    ):
+        file = _recipe(tmp_path, f"script: pretrain_gpt.py\nflags: {flags}")
+        assert tool("recipe_flags").main([str(file)]) == 2
+        said = capsys.readouterr().err
+        assert complaint in said
+        assert said.count("\n") == 1
 
 
 def test_the_tool_prints_the_command_that_a_launch_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,9 @@ from megatron.run_control.errors import LaunchError, said
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _folder(text: str) -> Path:
+def _path(text: str) -> Path:
     if not text.strip():
-        raise argparse.ArgumentTypeError("the name of a folder is wanted, it is empty")
+        raise argparse.ArgumentTypeError("a name is wanted, it is empty")
     return Path(text)
 
 
@@ -55,13 +55,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run = commands.add_parser("run", help="launch what is not finished", allow_abbrev=False)
     report = commands.add_parser("report", help="write tables and pictures", allow_abbrev=False)
     for command in (plan, run, report):
-        command.add_argument("file", type=Path, metavar="YAML", help="the ablation, scripts/ablations/*.yaml")
+        command.add_argument("file", type=_path, metavar="YAML", help="the ablation, scripts/ablations/*.yaml")
     plan.add_argument("--flags", action="store_true", help="print every flag of every variant, not only what differs")
     run.add_argument("--parallel", type=int, default=None, metavar="N", help="runs at a time (default: 1; SLURM: all)")
     run.add_argument("--slurm", action="store_true", help="submit a job array; options of sbatch go behind --")
-    report.add_argument(
-        "--output", type=_folder, metavar="DIR", help="where to write (default: report/ beside the runs)"
-    )
+    report.add_argument("--output", type=_path, metavar="DIR", help="where to write (default: report/ beside the runs)")
     report.add_argument(
         "--partial", action="store_true", help="exit 0 although runs are missing, and leave out unreadable ones"
     )

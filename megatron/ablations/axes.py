@@ -48,8 +48,8 @@ _SCALED_WIDTHS = (
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether a value is an int (no bool) from `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether a value is an int (no bool) from `least`, of at most 18 digits."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 10**18
 
 
 def as_number(value: object) -> float | None:
@@ -58,7 +58,7 @@ def as_number(value: object) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None
 

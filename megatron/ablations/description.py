@@ -28,6 +28,7 @@ order.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from megatron.run_control.run_folder import OWNED_FLAGS
 from megatron.run_control.strict_yaml import read_mapping
 
 _KEYS = ("base", "folder", "processes", "environment", "flags", "axes", "seeds", "reference")
+_LONGEST_NAME = 200  # bytes; a file system takes 255, with the seed and what stands around it while it is written
 # What the report reads from TensorBoard; a recipe that sets one wins.
 _LOGGED = ("log-timers-to-tensorboard", "log-memory-to-tensorboard")
 
@@ -85,9 +87,9 @@ class Ablation:
         """Tokens that a run of this variant trains on; None where its flags do not say."""
         values = {name: as_number(value) for name, value in variant.recipe.flags.items()}
         length, steps, batch = (values.get(name) for name in ("seq-length", "train-iters", "global-batch-size"))
-        if length and values.get("train-samples"):
-            return int(length * (values["train-samples"] or 0))
-        return int(length * steps * batch) if length and steps and batch else None
+        samples = values.get("train-samples") or (steps or 0) * (batch or 0)
+        tokens = (length or 0) * samples
+        return int(tokens) if 0 < tokens < math.inf else None
 
 
 def load_ablation(file: Path, root: Path, table: FlagTable | None = None) -> Ablation:
@@ -145,7 +147,7 @@ def _read(file: Path) -> dict:
 
 
 def _table(file: Path, content: Mapping, key: str) -> dict[str, object]:
-    table = content.get(key) or {}
+    table = {} if content.get(key) is None else content[key]
     if not isinstance(table, dict):
         raise LaunchError(f"{file}: {key} is a {type(table).__name__}, a mapping is wanted")
     return {str(name): value for name, value in table.items()}
@@ -242,6 +244,11 @@ def _variants(file: Path, content: Mapping, base: Recipe) -> list[Variant]:
         recipe = replace(base, flags=_laid_over(base.flags, flags))
         check_streams(recipe.flags, settings)
         name = "-".join(filter(None, (label_of(axis, value) for axis, value in settings.items()))) or "base"
+        if len(name.encode()) > _LONGEST_NAME:
+            raise LaunchError(
+                f"axes: {_said(settings):.80}... gives its run folders a name of {len(name.encode())} bytes, at most "
+                f"{_LONGEST_NAME} are wanted: shorten the values, with a variable for a path that they share"
+            )
         for other in variants:
             if other.name == name or other.recipe == recipe:
                 raise LaunchError(f"axes: {_said(settings)} and {_said(other.settings)} are the same run: keep one")

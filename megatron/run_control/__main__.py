@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.run_control.attempts import begin_attempt, end_attempt
-from megatron.run_control.environment import shell_exports
+from megatron.run_control.environment import check_argument, shell_exports
 from megatron.run_control.errors import GuardError, LaunchError, said
 from megatron.run_control.known_flags import check_flags, known_flags
 from megatron.run_control.limits import check_limits, restart_limit, whole_number
@@ -122,13 +122,20 @@ def settings(run: RunFolder) -> int:
 
 def sweep_line(file: Path, number: int) -> list[str]:
     """The words of the Nth line (from 1) that is neither blank nor a comment. Raises LaunchError without one."""
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and line.strip()[0] != "#"]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"{file} is no UTF-8 text: {error}") from None
+    lines = [line for line in text.split("\n") if line.strip() and line.strip()[0] != "#"]
     if not 1 <= number <= len(lines):
         raise LaunchError(f"{file} has {len(lines)} launches, number {number} is wanted: submit --array=1-{len(lines)}")
     try:
-        return shlex.split(lines[number - 1])
+        words = shlex.split(lines[number - 1])
     except ValueError as error:
         raise LaunchError(f"{file}, launch {number}: {error}") from None
+    for word in words:
+        check_argument(word, f"{file}, launch {number}: a word")
+    return words
 
 
 def end(run: RunFolder, status: int, limit: int) -> int:
@@ -159,8 +166,8 @@ def main(argv: Sequence[str]) -> int:
             return end(RunFolder(Path(arguments[0])), int(arguments[1]), restart_limit())
         if command == "settings" and len(arguments) == 1:
             return settings(RunFolder(Path(arguments[0])))
-        if command == "line" and len(arguments) == 2 and arguments[1].isdecimal():
-            print(*sweep_line(Path(arguments[0]), int(arguments[1])), sep="\n")
+        if command == "line" and len(arguments) == 2 and (number := whole_number(arguments[1])) is not None:
+            print(*sweep_line(Path(arguments[0]), number), sep="\n")
             return 0
     except (LaunchError, OSError) as error:
         print(f"error: {said(error)}", file=sys.stderr)

@@ -54,6 +54,13 @@ def check_text(text: str, where: str) -> None:
     raise LaunchError(f"{where} is {text!r}, which holds a zero byte")
 
 
+def check_argument(text: str, where: str) -> None:
+    """Raise LaunchError for a value that does not fit a line of flags.txt."""
+    check_text(text, where)
+    if "\n" in text:
+        raise LaunchError(f"{where} holds a line break: {text!r}")
+
+
 def shell_exports(environment: Mapping[str, str]) -> str:
     """Lines for a shell to evaluate."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())

@@ -18,11 +18,17 @@ class GuardError(LaunchError):
     """A run that the guard of attempts.py does not start again."""
 
 
+def printable(text: str) -> str:
+    """The text as one line, with what a terminal would obey, or could not show, escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def said(error: BaseException) -> str:
     """The error as a line for a user: a file's name and what the system says of it, without its error number."""
-    if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
-    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return printable(text)
 
 
 def why_no_folder(folder: Path, error: OSError) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
+from megatron.run_control.environment import check_argument
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.recipes import FlagValue
 
@@ -121,3 +122,5 @@ def check_flags(flags: Mapping[str, FlagValue], table: FlagTable) -> None:
             raise LaunchError(f"--{name} takes one value, the list {value!r} was given")
         if kind.isdecimal() and (len(value) if isinstance(value, list) else 1) != int(kind):
             raise LaunchError(f"--{name} takes {kind} values, {value!r} was given")
+        for item in value if isinstance(value, list) else [value]:
+            check_argument(str(item), f"--{name}: its value")

@@ -1,6 +1,6 @@
 """The numbers that a launch takes from the environment, each checked before anything is written.
 
-    check_limits()          # every variable; prepare calls it
+    check_limits()          # every variable, and where the nodes meet; prepare calls it
     restart_limit()         # MAX_RESTARTS_WITHOUT_PROGRESS, 3
     watchdog_limits()       # WATCHDOG_SECONDS, WATCHDOG_START_SECONDS: 900, 3600 seconds, infinite where they are 0
 
@@ -48,6 +48,13 @@ def check_limits() -> None:
     number = whole_number(wait)
     if number is None or number > _LONGEST_WAIT_S:
         raise LaunchError(f"LOCK_SECONDS is {wait!r}, a whole number of seconds up to {_LONGEST_WAIT_S} is wanted")
+    if os.environ.get("MASTER_ADDR") is None:
+        return  # one node, whose processes find each other
+    port = os.environ.get("MASTER_PORT", "")
+    if not 1 <= (whole_number(port) or 0) <= 65535:
+        raise LaunchError(
+            f"MASTER_PORT is {port!r} and MASTER_ADDR is set, a port from 1 to 65535 is wanted: set both or neither"
+        )
 
 
 def _seconds(name: str, default: float) -> float:

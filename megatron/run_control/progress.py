@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.run_control.attempts import Attempt, read_attempts
-from megatron.run_control.errors import LaunchError, said
+from megatron.run_control.errors import LaunchError, printable, said
 from megatron.run_control.exit_status import FINISHED
 from megatron.run_control.limits import whole_number
 from megatron.run_control.run_folder import RunFolder
@@ -80,7 +80,7 @@ def _launched(path: Path) -> float:
 
 def read_progress(path: Path) -> Progress:
     """Read one run."""
-    name = _printable(os.fsencode(path.name).decode("utf-8", errors="backslashreplace"))
+    name = printable(os.fsencode(path.name).decode("utf-8", errors="backslashreplace"))
     view = Progress(name, "prepared")
     try:
         run = RunFolder(path)
@@ -88,19 +88,14 @@ def read_progress(path: Path) -> Progress:
         run.arguments()
         attempts = read_attempts(run)
     except (LaunchError, OSError) as error:
-        return Progress(name, "damaged", problem=_printable(said(error)))
+        return Progress(name, "damaged", problem=said(error))
     view.attempts = len(attempts)
     # Neither decides what becomes of the run: what is wrong with them stands beside its state.
     problems = [*_read_log(run, view), *_read_checkpoint(run, view)]
     if attempts:
         _judge(run, attempts, view)
-    view.problem = _printable("; ".join([*problems, *([view.problem] if view.problem else [])])) or None
+    view.problem = printable("; ".join([*problems, *([view.problem] if view.problem else [])])) or None
     return view
-
-
-def _printable(text: str) -> str:
-    """The text with what a terminal would obey, or could not show, escaped."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _tail(file: Path) -> str:

@@ -140,7 +140,7 @@ def _merged(file: Path, above: tuple[Path, ...]) -> dict:
     for key in ("script", "processes"):
         result[key] = content.get(key, result[key])
     for key in ("environment", "flags"):
-        table = content.get(key) or {}
+        table = {} if content.get(key) is None else content[key]
         if not isinstance(table, dict):
             raise LaunchError(f"{file}: {key} is a {type(table).__name__}, a mapping is wanted")
         own = {str(name): _Literal(value) if resolved else value for name, value in table.items()}

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.run_control.environment import check_text
+from megatron.run_control.environment import check_argument, check_text
 from megatron.run_control.errors import LaunchError, why_no_folder
 from megatron.run_control.limits import whole_number
 from megatron.run_control.recipes import Recipe, flag_arguments
@@ -107,9 +107,7 @@ class RunFolder:
         check_text(str(self.path), "the run folder's name")
         arguments = script_arguments(recipe, self.path)
         for argument in arguments:
-            check_text(argument, "a flag's value")
-            if "\n" in argument:
-                raise LaunchError(f"a flag's value holds a line break: {argument!r}")
+            check_argument(argument, "a flag's value")
         with self._creating():
             if self.launch.exists():
                 self._check_same(recipe)

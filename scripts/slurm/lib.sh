@@ -212,10 +212,14 @@ lock_run() {
 
 open_run() {
     choose_container
-    [ ${#container_step[@]} -gt 0 ] || [ ${#container_exec[@]} -gt 0 ] || [ -x "$python" ] ||
+    [ ${#container_step[@]} -gt 0 ] || [ ${#container_exec[@]} -gt 0 ] || { [ -f "$python" ] && [ -x "$python" ]; } ||
         die "no Python at $python: run ./scripts/setup.sh first, or set PYTHON"
     cd "$repository" || die "no checkout at $repository"
     run=$(control prepare "$@") || exit $?
+    local file
+    for file in "$run/launch.lock" "$run/log.txt"; do
+        { : >>"$file"; } 2>/dev/null || die "$file cannot be written: mend it, or choose another --run-dir"
+    done
     lock_run
     open_log
 }
