@@ -189,6 +189,12 @@ def test_a_reason_reaches_the_terminal_as_text(run: RunFolder) -> None:
     assert read_progress(run.path).problem == "\\x1b[2J\\ud800 é"
 
 
+_OTHERS = (
+    *("compare_runs", "checkpoint/convert", "generate", "plot_streams", "preprocess_data"),
+    *("report_stream_memory", "train_tokenizer"),
+)
+
+
 def _tools(run: RunFolder) -> list[list[str]]:
     """A command of every tool that prints through run_tool."""
     ablation = run.path.parent / "trial.yaml"
@@ -198,7 +204,7 @@ def _tools(run: RunFolder) -> list[list[str]]:
         ["runs.py", str(run.path.parent), "--once"],
         ["recipe_flags.py", "scripts/recipes/tiny-gpt.yaml"],
         ["ablate.py", "report", str(ablation)],
-        ["compare_runs.py", "--help"],
+        *([f"{name}.py", "--help"] for name in _OTHERS),
     ]
 
 

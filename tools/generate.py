@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -277,10 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone: nothing is left to say, not even by the interpreter's last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

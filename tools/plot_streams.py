@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 _CONTROLLER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.residual_(?:read|write|connection)(?P<suffix>_\w+?)?\.")
@@ -146,4 +147,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

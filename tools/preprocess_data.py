@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 TOKENIZER_TYPES = (
@@ -269,4 +270,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

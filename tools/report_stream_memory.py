@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare checkout works without an install
 
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -266,4 +267,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

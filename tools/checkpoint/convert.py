@@ -17,7 +17,6 @@ How to add to it: a command is a Command in COMMANDS; its `run` imports what is 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare checkout works without an install
 
 import convert_hf
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 
@@ -347,10 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was left behind", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone: nothing is left to say, not even by the interpreter's last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)
