@@ -313,6 +313,15 @@ def test_the_plan_names_what_deserves_a_word(tmp_path: Path) -> None:
     assert {state_of(run) for run in ablation.runs} == {"absent"}
 
 
+def test_a_model_whose_cost_is_unknown_says_why(tmp_path: Path) -> None:
+    models = [["/a/mine.py", []], ["pretrain_gpt.py", ["--seq-length", "abc"]]]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron.ablations.model_cost", str(tmp_path / "out.json")]
+    subprocess.run(command, cwd=ROOT, input=json.dumps(models), text=True, capture_output=True, check=True)
+    mine, bad = json.loads((tmp_path / "out.json").read_text())
+    assert mine["error"] == "/a/mine.py is none of pretrain_gpt.py, pretrain_mamba.py, whose models are known"
+    assert "argument --seq-length: invalid int value: 'abc'" in bad["error"]
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, "{}", "[3]", '[{"job": 1, "lines": "", "runs": []}]', "{"])
 def test_a_damaged_list_of_submissions_is_named(tmp_path: Path, content: str) -> None:
     ablation = ablation_of(tmp_path, f"{WIDE}folder: {tmp_path}\n")

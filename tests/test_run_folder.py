@@ -14,7 +14,7 @@ import pytest
 from megatron.run_control.__main__ import main as run_control
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.recipes import Recipe, load_recipe
-from megatron.run_control.run_folder import RunFolder, script_arguments
+from megatron.run_control.run_folder import RunFolder, script_arguments, write_whole
 from megatron.run_control.snapshot import take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +71,14 @@ def test_a_folder_that_is_no_run_is_neither_written_nor_loaded_from(content: str
         run.create(Recipe("a.py"), ROOT)
     assert file.read_text() == "mine\n"
     assert not run.launch.exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_beside(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for text in ("x", "\ud800"):
+        with pytest.raises((OSError, UnicodeEncodeError)):
+            write_whole(tmp_path / "there", text)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_creation_that_was_killed_is_done_again(tmp_path: Path) -> None:

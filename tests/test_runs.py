@@ -254,6 +254,8 @@ def test_a_reader_that_goes_away_ends_a_tool_quietly(run: RunFolder) -> None:
 def test_a_place_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool("runs").main([str(tmp_path)]) == 2
     assert "a run has a launch.json" in capsys.readouterr().err
+    assert tool("runs").main(["no\nwhere"]) == 2
+    assert capsys.readouterr().err == "error: no run in no\\nwhere: a run has a launch.json\n"
     for wrong in ([""], *(["--every", seconds] for seconds in ("nan", "inf", "0", "-1", "86401", "soon"))):
         with pytest.raises(SystemExit) as ended:
             tool("runs").main(wrong)

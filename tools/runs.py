@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 from closed_pipe import run_tool
 
+from megatron.run_control.errors import printable
 from megatron.run_control.progress import Progress, find_runs, read_progress
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     places = [Path(place) for place in args.places]
     if not find_runs(places):
-        print(f"error: no run in {', '.join(map(str, places))}: a run has a launch.json", file=sys.stderr)
+        print(f"error: no run in {printable(', '.join(args.places))}: a run has a launch.json", file=sys.stderr)
         return 2
     from rich.console import Console
     from rich.live import Live

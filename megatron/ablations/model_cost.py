@@ -106,11 +106,16 @@ def main(argv: list[str]) -> int:
         install_tokenizers(replaced)
         MODEL_KINDS["hybrid"].prepare(replaced, "cpu")
         for script, flags in json.load(sys.stdin):
-            said = io.StringIO()
+            said, refused = io.StringIO(), io.StringIO()
+            if script not in SCRIPT_KINDS:
+                entries.append({"error": f"{script} is none of {', '.join(SCRIPT_KINDS)}, whose models are known"})
+                continue
             try:
-                with contextlib.redirect_stdout(said):
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(refused):
                     entries.append(model_cost(script, flags))
-            except (Exception, SystemExit) as error:
+            except SystemExit as error:  # argparse says why on standard error
+                entries.append({"error": (refused.getvalue().strip() or str(error) or "no message").splitlines()[-1]})
+            except Exception as error:
                 text = str(error).strip().splitlines()
                 entries.append({"error": f"{type(error).__name__}: {text[0] if text else 'no message'}"})
     Path(argv[0]).write_text(json.dumps(entries))

@@ -65,9 +65,13 @@ def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.chmod(mode)
-    os.replace(partial, file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.chmod(mode)
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_json(file: Path, default: Any) -> Any:
