@@ -18,7 +18,7 @@ from megatron.core.transformer.streamwise_residual_compiled import CompiledOpera
 from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
 from megatron.core.transformer.streamwise_residual_factor_operators import FactorOperators
 from megatron.core.transformer.streamwise_residual_library import load_library
-from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
+from megatron.core.transformer.streamwise_residual_norm import NormCall, NormKind, StreamNorm
 from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
 
 N, K, D = 37, 5, 83  # nothing is a multiple of anything
@@ -192,3 +192,47 @@ def test_narrower_vectors_give_the_same_results(
             tolerance = 1e-5 if one.dtype is not torch.bfloat16 else 1e-2
             error = (one.double() - other.double()).abs().max() / one.double().abs().max()
             assert error < tolerance, f"{dtype}: {error} of the largest element"
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [4, 5])
+@pytest.mark.parametrize("kind", [None, "RMSNorm"])
+@pytest.mark.parametrize("retained", [False, True], ids=["kept whole", "retention"])
+def test_a_large_stream_has_the_bits_of_its_parts(
+    kernels: CompiledOperators, stream: torch.dtype, k: int, kind: NormKind | None, retained: bool
+) -> None:
+    """A stream that goes past the caches, whole, and in parts small enough to stay in them."""
+    d, parts = 128, 4
+    n = parts * 2500 * (2 if stream is torch.bfloat16 else 1)
+    assert n * k * d * stream.itemsize > 16 << 20 > n * k * d * stream.itemsize // parts, "the sizes are off"
+    generator = torch.Generator().manual_seed(4)
+    x, y, through = (torch.randn(n, k * d, generator=generator).to(stream) for _ in range(3))
+    u, z = (torch.randn(n, d, generator=generator).to(stream) for _ in range(2))
+    kinds: tuple[ControllerKind, ...] = ("write", "read", "retention")
+    w, r, q = (Controller(torch.randn(P, generator=generator), k, kind, torch.float32, 0.1) for kind in kinds)
+    g = q if retained else None
+    norm = None if kind is None else StreamNorm(kind, d, 1e-5, torch.randn(d, generator=generator))
+
+    def results(rows: slice) -> list[Tensor]:
+        x_nw, y_nw, u_nd, z_nd = x[rows], y[rows], u[rows], z[rows]
+        update = StreamwiseUpdate(u_nd, stream)
+        read_call, fused_call = (None if norm is None else NormCall(norm, torch.float32) for _ in range(2))
+        found: list[Tensor | None] = [kernels.read_forward(x_nw, r, stream, read_call)]
+        for added in (None, through[rows]):
+            found.append(
+                kernels.read_backward(z_nd, x_nw, r, stream, wants_grad_x=True, through=added, norm=read_call)[0]
+            )
+        found.append(kernels.write_forward(x_nw, update, w, g))
+        found += kernels.write_backward(y_nw, x_nw, update, w, g, wants_grad_x=True, wants_grad_u=True)[:2]
+        found += kernels.write_backward(y_nw, None, update, w, None, wants_grad_x=True, wants_grad_u=True)[:2]
+        found += kernels.write_read_forward(x_nw, update, w, g, r, stream, fused_call)
+        found += kernels.write_read_backward(y_nw, z_nd, x_nw, update, w, g, r, fused_call)[:2]
+        assert all(result is not None for result in found)
+        return [result for result in found if result is not None]
+
+    whole = results(slice(None))
+    length = n // parts
+    in_parts = [results(slice(start, start + length)) for start in range(0, n, length)]
+    for index, one in enumerate(whole):
+        other = torch.cat([part[index] for part in in_parts])
+        assert torch.equal(one, other), f"result {index} has other bits in a large stream"

@@ -26,6 +26,26 @@ constexpr int64_t WIDTH_BLOCK = 1024;         // elements of a row that stay in 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region costs more than it saves
 constexpr int64_t AHEAD = 32768;              // bytes; the processor's own prefetchers stop at the end of a page
 
+constexpr int64_t PAST_BYTES = 16 << 20;      // a stream of this size is in no near cache when it is used next
+
+// Whether the rows of a stream that is written are stored past the caches
+template <class T>
+bool goes_past(const T *stream, int64_t n, int64_t k, int64_t d) {
+  const int64_t row = d * static_cast<int64_t>(sizeof(T)), start = reinterpret_cast<intptr_t>(stream);
+  return stream && n * k * row >= PAST_BYTES && row % PAST_ALIGNMENT == 0 && start % PAST_ALIGNMENT == 0;
+}
+
+// Calls body(i) for 0 <= i < count, shared out among threads in order
+template <class Body>
+inline void for_shared(int64_t count, int threads, Body body) {
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < count; i++) body(i);
+    finish_past();
+  }
+}
+
 int threads_for(int64_t elements, int threads) { return elements < SERIAL_ELEMENTS ? 1 : threads; }
 
 // Calls body(start, length) for consecutive blocks of a row.
@@ -81,34 +101,59 @@ inline void read_block(int64_t k, int64_t d, const TX *x, const A *f, TU *z, int
 
 // y_s = g_s x_s + w_s u of one block; g may be null
 template <class A, class TX>
-inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, TX *y, int64_t length) {
+inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, TX *y, int64_t length,
+                        bool past) {
   for (int64_t s = 0; s < k; s++) {
     const TX *from = x + s * d;
     TX *to = y + s * d;
     if (g)
       for_vectors<A>(length, [&](int64_t i, auto count, auto) {
         prefetch(from + i, AHEAD);
-        store<A>(to + i, g[s] * load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
+        store_or_past<A>(past, to + i, g[s] * load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
       });
     else
       for_vectors<A>(length, [&](int64_t i, auto count, auto) {
         prefetch(from + i, AHEAD);
-        store<A>(to + i, load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
+        store_or_past<A>(past, to + i, load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
       });
   }
+}
+
+// The same with z = sum_s f_s y_s of what is stored, as read_block adds it up, for a stream that goes past the caches
+template <class A, class TX, class TU>
+inline void write_read_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, const A *f, TX *y,
+                             TU *z, int64_t length) {
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+    const lanes<A> update = load<A>(u + i, count);
+    const auto written = [&](int64_t s) {
+      const TX *from = x + s * d + i;
+      prefetch(from, AHEAD);
+      const lanes<A> kept = load<A>(from, count);
+      const lanes<A> value = g ? g[s] * kept + w[s] * update : kept + w[s] * update;
+      store_past<A>(y + s * d + i, value, count);
+      return uncontracted(rounded<TX, A>(value));
+    };
+    lanes<A> sum = {};
+    int64_t s = 0;
+    for (; s + 4 <= k; s += 4) {
+      const lanes<A> y0 = written(s), y1 = written(s + 1), y2 = written(s + 2), y3 = written(s + 3);
+      sum += (f[s] * y0 + f[s + 1] * y1) + (f[s + 2] * y2 + f[s + 3] * y3);
+    }
+    for (; s < k; s++) sum += f[s] * written(s);
+    store<A>(z + i, sum, count);
+  });
 }
 
 template <class TX, class TU, class A>
 void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const Controller *read, TU *z,
                   const Norm<A> *norm) {
   const Factors<A> f(read, k);
-#pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t t = 0; t < n; t++) {
+  for_shared(n, threads_for(n * k * d, threads), [&](int64_t t) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       read_block<false>(k, d, x + t * k * d + start, f.all(), z + t * d + start, length);
     });
     if (norm) norm_row(*norm, t, d, z + t * d);
-  }
+  });
 }
 
 // The write, and with `read` and z the read of what it stored: the same bits as the two calls.
@@ -117,17 +162,21 @@ void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *
                         const Controller *write, const Controller *retention, const Controller *read, TX *y, TU *z,
                         const Norm<A> *norm) {
   const Factors<A> w(write, k), g(retention, k), f(read, k);
-#pragma omp parallel for schedule(static) num_threads(threads_for(n * k * d, threads))
-  for (int64_t t = 0; t < n; t++) {
+  const bool past = goes_past(y, n, k, d);
+  for_shared(n, threads_for(n * k * d, threads), [&](int64_t t) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
       const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
       const int64_t row = t * k * d + start;
-      write_block(k, d, x + row, update, w.all(), g.all(), y + row, length);
+      if (past && z) {
+        write_read_block(k, d, x + row, update, w.all(), g.all(), f.all(), y + row, z + t * d + start, length);
+        return;
+      }
+      write_block(k, d, x + row, update, w.all(), g.all(), y + row, length, past);
       if (z) read_block<true>(k, d, y + row, f.all(), z + t * d + start, length);
     });
     if (norm) norm_row(*norm, t, d, z + t * d);
-  }
+  });
 }
 
 int64_t token_blocks(int64_t n) { return (n + TOKEN_BLOCK - 1) / TOKEN_BLOCK; }
@@ -140,12 +189,11 @@ class TokenSums {
   // Calls body(token, sums) for every token; `sums` are the token block's own, zero at its start.
   template <class Body>
   void for_tokens(int threads, Body body) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t b = 0; b < token_blocks(n); b++) {
+    for_shared(token_blocks(n), threads, [&](int64_t b) {
       double *sums = partial.get() + b * count;
       for (int64_t s = 0; s < count; s++) sums[s] = 0;
       for (int64_t t = b * TOKEN_BLOCK; t < n && t < (b + 1) * TOKEN_BLOCK; t++) body(t, sums);
-    }
+    });
   }
 
   // Gives a controller of k factors the gradient that numbers first to first + k make, if it wants one.
@@ -195,7 +243,7 @@ void finish_norm(const Norm<A> &norm, int64_t n, int64_t d, int threads, const A
 // One row of a read's backward: grad_x = f grad_z where HAS_X, rounded to the stream's type and then added to `through`
 // where HAS_THROUGH, as an addition of its own would; returns sum x grad_z where HAS_F.
 template <bool HAS_X, bool HAS_F, bool HAS_THROUGH, class A, class TX>
-A read_backward_row(const A *grad_z, const TX *x, A f, const TX *through, TX *grad_x, int64_t length) {
+A read_backward_row(const A *grad_z, const TX *x, A f, const TX *through, TX *grad_x, int64_t length, bool past) {
   lanes<A> product[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     const lanes<A> grad = load<A>(grad_z + i, count);
@@ -205,15 +253,15 @@ A read_backward_row(const A *grad_z, const TX *x, A f, const TX *through, TX *gr
     }
     if (HAS_THROUGH) prefetch(through + i, AHEAD);
     if (HAS_X && HAS_THROUGH)
-      store<A>(grad_x + i, load<A>(through + i, count) + uncontracted(rounded<TX, A>(f * grad)), count);
+      store_or_past<A>(past, grad_x + i, load<A>(through + i, count) + uncontracted(rounded<TX, A>(f * grad)), count);
     else if (HAS_X)
-      store<A>(grad_x + i, f * grad, count);
+      store_or_past<A>(past, grad_x + i, f * grad, count);
   });
   return HAS_F ? total<A>(product[0] + product[1]) : A(0);
 }
 
 template <class A, class TX>
-using ReadBackwardRow = A (*)(const A *, const TX *, A, const TX *, TX *, int64_t);
+using ReadBackwardRow = A (*)(const A *, const TX *, A, const TX *, TX *, int64_t, bool);
 
 template <class A, class TX>
 ReadBackwardRow<A, TX> read_backward_row_for(bool has_x, bool has_f, bool has_through) {
@@ -230,7 +278,7 @@ void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_
                    const TX *through, TX *grad_x, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
   const Factors<A> f(read, k);
-  const bool has_f = read->gradient;
+  const bool has_f = read->gradient, past = goes_past(grad_x, n, k, d);
   const auto backward_row = read_backward_row_for<A, TX>(grad_x, has_f, through);
   const auto norm_partial = norm_sums(norm, n, d);
   TokenSums sums(n, k);
@@ -247,7 +295,7 @@ void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         sum_f[s] += backward_row(grad, has_f ? x + row : nullptr, f[s], through ? through + row : nullptr,
-                                 grad_x ? grad_x + row : nullptr, length);
+                                 grad_x ? grad_x + row : nullptr, length, past);
       }
     });
   });
@@ -259,7 +307,7 @@ void read_backward(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_
 // to sum_w and sum_g. The flags HAS_U, HAS_X, HAS_W, HAS_G say which.
 template <bool HAS_U, bool HAS_X, bool HAS_W, bool HAS_G, class A, class TX>
 void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *sum_u, TX *grad_x, double *sum_w,
-                        double *sum_g, int64_t length) {
+                        double *sum_g, int64_t length, bool past) {
   lanes<A> product_w[2] = {}, product_g[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     prefetch(grad_y + i, AHEAD);
@@ -268,14 +316,39 @@ void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *
     if (HAS_G) product_g[slot] += load<A>(x + i, count) * grad;
     if (HAS_W) product_w[slot] += load<A>(u + i, count) * grad;
     if (HAS_U) store<A>(sum_u + i, load<A>(sum_u + i, count) + w * grad, count);
-    if (HAS_X) store<A>(grad_x + i, g * grad, count);
+    if (HAS_X) store_or_past<A>(past, grad_x + i, g * grad, count);
   });
   if (HAS_W) *sum_w += total<A>(product_w[0] + product_w[1]);
   if (HAS_G) *sum_g += total<A>(product_g[0] + product_g[1]);
 }
 
+// The same for four streams at once where nothing of a stream's size is written. All there are go straight to grad_u,
+// some of more are added to sum_u.
+template <bool ALL_THERE_ARE, class A, class TX, class TU>
+void write_backward_rows(int64_t d, const TX *grad_y, const A *u, const A *w, A *sum_u, TU *grad_u, double *sum_w,
+                         int64_t length) {
+  lanes<A> product[4] = {};
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+    for (int r = 0; r < 4; r++) prefetch(grad_y + r * d + i, AHEAD);
+    const lanes<A> update = load<A>(u + i, count);
+    const lanes<A> g0 = load<A>(grad_y + i, count), g1 = load<A>(grad_y + d + i, count),
+                   g2 = load<A>(grad_y + 2 * d + i, count), g3 = load<A>(grad_y + 3 * d + i, count);
+    product[0] += update * g0;
+    product[1] += update * g1;
+    product[2] += update * g2;
+    product[3] += update * g3;
+    const lanes<A> sum = (w[0] * g0 + w[1] * g1) + (w[2] * g2 + w[3] * g3);
+    if (ALL_THERE_ARE)
+      store<A>(grad_u + i, sum, count);
+    else
+      store<A>(sum_u + i, load<A>(sum_u + i, count) + sum, count);
+  });
+  for (int r = 0; r < 4; r++) sum_w[r] += total<A>(product[r]);
+}
+
 template <class A, class TX>
-using WriteBackwardRow = void (*)(const TX *, const TX *, const A *, A, A, A *, TX *, double *, double *, int64_t);
+using WriteBackwardRow = void (*)(const TX *, const TX *, const A *, A, A, A *, TX *, double *, double *, int64_t,
+                                  bool);
 
 template <class A, class TX>
 WriteBackwardRow<A, TX> write_backward_row_for(bool has_u, bool has_x, bool has_w, bool has_g) {
@@ -295,19 +368,30 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
                     const TU *bias, const Controller *write, const Controller *retention, TX *grad_x, TU *grad_u) {
   const Factors<A> w(write, k), g(retention, k);
   const bool has_w = write->gradient, has_g = retention && retention->gradient;
+  const bool past = goes_past(grad_x, n, k, d);
   const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, has_w, has_g);
   TokenSums sums(n, 2 * k);
   sums.for_tokens(threads_for(n * k * d, threads), [&](int64_t t, double *sum) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
+      const TX *rows = grad_y + t * k * d + start;
+      TU *to_u = grad_u + t * d + start;
+      const bool in_fours = grad_u && has_w && !grad_x && !has_g;
+      if (in_fours && k == 4) {
+        const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
+        return write_backward_rows<true>(d, rows, update, w.all(), sum_u, to_u, sum, length);
+      }
       if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
       const A *update = !has_w ? nullptr : update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
-      for (int64_t s = 0; s < k; s++) {
+      int64_t s = 0;
+      for (; in_fours && s + 4 <= k; s += 4)
+        write_backward_rows<false>(d, rows + s * d, update, w.all() + s, sum_u, to_u, sum + s, length);
+      for (; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         backward_row(grad_y + row, has_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
-                     grad_x ? grad_x + row : nullptr, sum + s, sum + k + s, length);
+                     grad_x ? grad_x + row : nullptr, sum + s, sum + k + s, length, past);
       }
-      if (grad_u) copy_row<A>(sum_u, grad_u + t * d + start, length);
+      if (grad_u) copy_row<A>(sum_u, to_u, length);
     });
   });
   sums.finish(0, k, write);
@@ -319,7 +403,7 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
 // sum_g.
 template <bool HAS_G, bool HAS_Y, class A, class TX>
 void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, const TX *y, const A *u, A w, A g, A f,
-                             A *sum_u, TX *grad_x, double *sum_w, double *sum_g, double *sum_f, int64_t length) {
+                             A *sum_u, TX *grad_x, double *sum_w, double *sum_g, double *sum_f, int64_t length, bool past) {
   lanes<A> product_w[2] = {}, product_g[2] = {}, product_f[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     prefetch(grad_y + i, AHEAD);
@@ -332,7 +416,7 @@ void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, con
     product_w[slot] += update * grad;
     if (HAS_G) product_g[slot] += kept * grad;
     store<A>(sum_u + i, load<A>(sum_u + i, count) + w * grad, count);
-    store<A>(grad_x + i, HAS_G ? g * grad : grad, count);
+    store_or_past<A>(past, grad_x + i, HAS_G ? g * grad : grad, count);
   });
   *sum_w += total<A>(product_w[0] + product_w[1]);
   if (HAS_G) *sum_g += total<A>(product_g[0] + product_g[1]);
@@ -346,7 +430,7 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
                          const Controller *read, TX *grad_x, TU *grad_u, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
   const Factors<A> w(write, k), g(retention, k), f(read, k);
-  const bool has_g = retention;
+  const bool has_g = retention, past = goes_past(grad_x, n, k, d);
   const auto with_norm = has_g ? write_read_backward_row<true, true, A, TX> : write_read_backward_row<false, true, A, TX>;
   const auto without = has_g ? write_read_backward_row<true, false, A, TX> : write_read_backward_row<false, false, A, TX>;
   const auto backward_row = norm ? with_norm : without;
@@ -362,7 +446,7 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
       for_blocks(d, [&](int64_t start, int64_t length) {
         A buffer[WIDTH_BLOCK];
         const A *update = update_at(start, buffer, length);
-        write_block(k, d, x + t * k * d + start, update, w.all(), g.all(), y + start, length);
+        write_block(k, d, x + t * k * d + start, update, w.all(), g.all(), y + start, length, false);
         read_block<true>(k, d, y + start, f.all(), z + start, length);
       });
     });
@@ -374,7 +458,8 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
       for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         backward_row(grad_y + row, grad, x + row, norm ? y + s * d + start : nullptr, update, w[s],
-                     has_g ? g[s] : A(1), f[s], sum_u, grad_x + row, sum + s, sum + k + s, sum + 2 * k + s, length);
+                     has_g ? g[s] : A(1), f[s], sum_u, grad_x + row, sum + s, sum + k + s, sum + 2 * k + s, length,
+                     past);
       }
       copy_row<A>(sum_u, grad_u + t * d + start, length);
     });

@@ -17,6 +17,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace streamwise {
 
 #if defined(__AVX512F__)
@@ -94,6 +98,39 @@ inline void store(T *to, lanes<A> value, Count count) {
   narrow(value, &stored);
   std::memcpy(to, &stored, count * sizeof(T));
 }
+
+// Stores that go past the caches, where the processor has them: a line is then not read before it is overwritten, and
+// pushes nothing out. For memory larger than the caches, whose rows begin at multiples of 64 bytes.
+constexpr int64_t PAST_ALIGNMENT = 64;
+template <class A, class T, class Count>
+inline void store_past(T *to, lanes<A> value, Count count) {
+#if defined(__AVX__)
+  if constexpr (std::is_same<Count, All<A>>::value) {
+    typename Stored<T>::type stored;
+    narrow(value, &stored);
+    if constexpr (sizeof stored == 16) return _mm_stream_si128(reinterpret_cast<__m128i *>(to), as<__m128i>(stored));
+    if constexpr (sizeof stored == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), as<__m256i>(stored));
+#if defined(__AVX512F__)
+    if constexpr (sizeof stored == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), as<__m512i>(stored));
+#endif
+  }
+#endif
+  store<A>(to, value, count);
+}
+template <class A, class T, class Count>
+inline void store_or_past(bool past, T *to, lanes<A> value, Count count) {
+  if (past)
+    store_past<A>(to, value, count);
+  else
+    store<A>(to, value, count);
+}
+// To be called by every thread behind its stores past the caches, before another one reads what they wrote
+inline void finish_past() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 // What a store of T and a load make of a value
 template <class T, class A>
 inline lanes<A> rounded(lanes<A> value) {
