@@ -252,7 +252,8 @@ def test_managed_storages_are_empty_after_the_forward_and_gone_after_the_backwar
     gc.collect()
     assert not [reference for reference in alive if reference() is not None], "outputs outlive the backward"
     assert all(layer.residual_stream_recompute_context is None for layer in model.decoder.layers)
-    assert not any(layer._carried or layer._read_ahead or layer._normed for layer in model.decoder.layers)
+    held = [layer._held for layer in model.decoder.layers]
+    assert not any(layer.carried or layer.read_ahead or layer.normed for layer in held)
 
 
 def test_two_micro_batches_in_flight_share_nothing() -> None:

@@ -59,11 +59,12 @@ def everything(
     for added in (None, through):
         found += kernels.read_backward(z, x, r, stream, wants_grad_x=True, through=added)
     for update in updates:
+        has_bias = update.bias_d is not None
         found += [
             kernels.write_forward(x, update, w, g),
-            *kernels.write_backward(y, x, update, w, g, wants_grad_x=True, wants_grad_u=True),
+            *kernels.write_backward(y, x, update, w, g, wants_grad_x=True, wants_grad_u=True)[: 4 + has_bias],
             *kernels.write_read_forward(x, update, w, g, r, branch),
-            *kernels.write_read_backward(y, z, x, update, w, g, r),
+            *kernels.write_read_backward(y, z, x, update, w, g, r)[: 5 + has_bias],
         ]
     assert all(result is not None for result in found)
     if norms and kernels.fuses_norm(d, stream, branch, held):
@@ -163,19 +164,24 @@ def test_a_bias_in_the_write_gives_the_bits_of_an_addition_before_it(
     u, z, bias = (torch.randn(*s, generator=generator).to(stream) for s in ((N, D), (N, D), (D,)))
     w, r = (Controller(torch.randn(P, generator=generator), K, kind, torch.float32) for kind in ("write", "read"))
     assert kernels.fuses_bias(stream, stream)
-    results = []
+    results, gradients = [], []
     for update in (StreamwiseUpdate(u, stream, bias), StreamwiseUpdate(u + bias, stream)):
-        results.append(
-            [
-                kernels.write_forward(x, update, w, None),
-                *kernels.write_backward(y, None, update, w, None, wants_grad_x=True, wants_grad_u=True),
-                *kernels.write_read_forward(x, update, w, None, r, stream),
-                *kernels.write_read_backward(y, z, x, update, w, None, r),
-            ]
-        )
+        *of_write, grad_bias_d = kernels.write_backward(y, None, update, w, None, wants_grad_x=True, wants_grad_u=True)
+        *of_both, other_bias_d = kernels.write_read_backward(y, z, x, update, w, None, r)
+        gradients += [(of_write[1], grad_bias_d), (of_both[1], other_bias_d)]
+        forwards = [
+            kernels.write_forward(x, update, w, None),
+            *kernels.write_read_forward(x, update, w, None, r, stream),
+        ]
+        results.append([*forwards, *of_write, *of_both])
     for fused, apart in zip(*results, strict=True):
         assert (fused is None) == (apart is None)
         assert fused is None or torch.equal(fused, apart)
+    for grad_u, grad_bias_d in gradients[:2]:
+        assert grad_u is not None
+        assert grad_bias_d is not None
+        torch.testing.assert_close(grad_bias_d, grad_u.float().sum(0), rtol=1e-5, atol=1e-5)
+    assert all(grad_bias_d is None for _, grad_bias_d in gradients[2:]), "a gradient of a bias that is not there"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")

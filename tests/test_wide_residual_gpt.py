@@ -208,7 +208,7 @@ def test_a_layer_keeps_nothing_of_a_forward_that_failed() -> None:
     with pytest.raises(RuntimeError, match="the branch failed"):
         run(wide, token_batch())
     handle.remove()
-    assert not layer._carried, "the stream of the failed forward is still held"
+    assert not layer._held.carried, "the stream of the failed forward is still held"
     assert run(wide, token_batch()).shape[:2] == (BATCH, SEQUENCE)
 
 

@@ -118,7 +118,7 @@ class StreamwiseWrite(torch.autograd.Function):
         if ctx.retention is None and not (needs_u or needs_bias or needs_write):
             return grad_y, None, None, None, None, None, None
         operators: StreamwiseOperators = ctx.operators
-        grad_x, grad_u, grad_write_p, grad_retention_p = operators.write_backward(
+        grad_x, grad_u, grad_write_p, grad_retention_p, grad_bias_d = operators.write_backward(
             grad_y,
             x,
             StreamwiseUpdate(u, ctx.u_dtype, bias_d, ctx.options.dropout, seed),
@@ -127,7 +127,7 @@ class StreamwiseWrite(torch.autograd.Function):
             wants_grad_x=needs_x,
             wants_grad_u=needs_u or needs_bias,
         )
-        grad_bias_d = _bias_gradient(grad_u, bias_d) if needs_bias else None
+        grad_bias_d = _bias_gradient(grad_u, bias_d, grad_bias_d) if needs_bias else None
         return grad_x, grad_u if needs_u else None, grad_bias_d, None, grad_write_p, grad_retention_p, None
 
 
@@ -178,7 +178,7 @@ class StreamwiseWriteRead(torch.autograd.Function):
             ctx.read,
             call,
         )
-        grad_bias_d = _bias_gradient(found.grad_u, bias_d) if ctx.needs_input_grad[2] else None
+        grad_bias_d = _bias_gradient(found.grad_u, bias_d, found.grad_bias_d) if ctx.needs_input_grad[2] else None
         controllers = (found.grad_write_p, found.grad_retention_p, found.grad_read_p)
         return _wanted(ctx, found.grad_x, found.grad_u, grad_bias_d, None, *controllers, *_norm_gradients(call))
 
@@ -204,8 +204,10 @@ def _wanted(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*(found if is_wanted else None for found, is_wanted in zip(gradients, wanted, strict=False)), *behind)
 
 
-def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor) -> Tensor:
-    """Sum over the tokens, in fp32 or wider, in the dtype of the bias."""
+def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor, found_d: Tensor | None) -> Tensor:
+    """What the operator found, else the sum of grad_u over the tokens in fp32 or wider; in the dtype of the bias."""
+    if found_d is not None:
+        return found_d.to(bias_d.dtype)
     assert grad_u is not None
     wide = torch.promote_types(grad_u.dtype, torch.float32)
     return grad_u.view(-1, grad_u.shape[-1]).sum(0, dtype=wide).to(bias_d.dtype)

@@ -36,9 +36,9 @@ _NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float64: "double
 _POINTERS = {  # arguments of each function behind n, k, d and the number of threads
     "read_forward": 4,
     "read_backward": 6,
-    "write_backward": 8,
+    "write_backward": 9,
     "write_read_forward": 9,
-    "write_read_backward": 11,
+    "write_read_backward": 12,
 }
 _Pointers = Callable[..., None]
 
@@ -159,11 +159,12 @@ class CompiledOperators:
         grad_u = grad_y.new_empty((*grad_y.shape[:-1], d), dtype=update.dtype) if wants_grad_u else None
         w = CompiledController(write, wants_gradient=u is not None)
         g = _compiled(retention, wants_gradient=x is not None)
-        pointers = _pointers(grad_y, x, u, bias_d, w, g, grad_x, grad_u)
+        grad_bias_d = _bias_sums(bias_d, write) if wants_grad_u else None
+        pointers = _pointers(grad_y, x, u, bias_d, w, g, grad_x, grad_u, grad_bias_d)
         call(n, k, d, torch.get_num_threads(), *pointers)
         if wants_grad_x and grad_x is None:  # without retention the incoming gradient itself
             grad_x = grad_y
-        return WriteGradients(grad_x, grad_u, w.gradient, None if g is None else g.gradient)
+        return WriteGradients(grad_x, grad_u, w.gradient, None if g is None else g.gradient, grad_bias_d)
 
     def write_read_forward(
         self,
@@ -206,13 +207,15 @@ class CompiledOperators:
         grad_x, grad_u = torch.empty_like(x), torch.empty_like(u)
         w, g, f = (_compiled(controller, wants_gradient=True) for controller in (write, retention, read))
         normed = None if norm is None else CompiledNorm.backward(norm)
-        pointers = _pointers(grad_y, grad_z, x, u, bias_d, w, g, f, grad_x, grad_u, normed)
+        grad_bias_d = _bias_sums(bias_d, write)
+        pointers = _pointers(grad_y, grad_z, x, u, bias_d, w, g, f, grad_x, grad_u, grad_bias_d, normed)
         call(*_sizes(x, write), torch.get_num_threads(), *pointers)
         assert w is not None
         assert w.gradient is not None
         assert f is not None
         assert f.gradient is not None
-        return WriteReadGradients(grad_x, grad_u, w.gradient, None if g is None else g.gradient, f.gradient)
+        grad_retention_p = None if g is None else g.gradient
+        return WriteReadGradients(grad_x, grad_u, w.gradient, grad_retention_p, f.gradient, grad_bias_d)
 
     def _fused(
         self, name: str, x: Tensor, update: StreamwiseUpdate, z_dtype: torch.dtype, write: Controller
@@ -248,6 +251,11 @@ def _sizes(x: Tensor, controller: Controller) -> tuple[int, int, int]:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def _bias_sums(bias_d: Tensor | None, write: Controller) -> Tensor | None:
+    """Room for the gradient of a bias."""
+    return None if bias_d is None else torch.empty(bias_d.shape, dtype=write.sum_dtype)
 
 
 def _compiled(controller: Controller | None, *, wants_gradient: bool = False) -> CompiledController | None:

@@ -210,6 +210,29 @@ class TokenSums {
   const std::unique_ptr<double[]> partial;
 };
 
+// Sums over the tokens of branch rows, in the same two levels; none for n = 0.
+template <class A>
+class ColumnSums {
+ public:
+  ColumnSums(int64_t n, int64_t d) : n(n), d(d), partial(new A[token_blocks(n) * d]) {}
+
+  // Adds elements start to start + length of token t's row. A block's tokens come in order, from one thread.
+  template <class T>
+  void add(int64_t t, int64_t start, const T *row, int64_t length) {
+    if (!n) return;
+    A *sums = partial.get() + t / TOKEN_BLOCK * d + start;
+    if (t % TOKEN_BLOCK == 0) return copy_row<A>(row, sums, length);
+    for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+      store<A>(sums + i, load<A>(sums + i, count) + load<A>(row + i, count), count);
+    });
+  }
+  void finish(int threads, A *result) const { sum_columns(token_blocks(n), d, d, threads, partial.get(), result); }
+
+ private:
+  const int64_t n, d;
+  const std::unique_ptr<A[]> partial;
+};
+
 // The gradient of token t's read from that of its norm, grad; read(z) computes again what was normed. The result is
 // valid until this thread's next call.
 template <class TU, class A, class Read>
@@ -365,13 +388,16 @@ WriteBackwardRow<A, TX> write_backward_row_for(bool has_u, bool has_x, bool has_
 // grad_y_k. Each result may be unwanted, and what it alone is made from null then.
 template <class TX, class TU, class A>
 void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TX *x, const TU *u,
-                    const TU *bias, const Controller *write, const Controller *retention, TX *grad_x, TU *grad_u) {
+                    const TU *bias, const Controller *write, const Controller *retention, TX *grad_x, TU *grad_u,
+                    A *grad_bias) {
+  threads = threads_for(n * k * d, threads);
   const Factors<A> w(write, k), g(retention, k);
+  ColumnSums<A> bias_sums(grad_bias ? n : 0, d);
   const bool has_w = write->gradient, has_g = retention && retention->gradient;
   const bool past = goes_past(grad_x, n, k, d);
   const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, has_w, has_g);
   TokenSums sums(n, 2 * k);
-  sums.for_tokens(threads_for(n * k * d, threads), [&](int64_t t, double *sum) {
+  sums.for_tokens(threads, [&](int64_t t, double *sum) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       const TX *rows = grad_y + t * k * d + start;
@@ -379,7 +405,8 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
       const bool in_fours = grad_u && has_w && !grad_x && !has_g;
       if (in_fours && k == 4) {
         const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
-        return write_backward_rows<true>(d, rows, update, w.all(), sum_u, to_u, sum, length);
+        write_backward_rows<true>(d, rows, update, w.all(), sum_u, to_u, sum, length);
+        return bias_sums.add(t, start, to_u, length);
       }
       if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
       const A *update = !has_w ? nullptr : update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
@@ -391,11 +418,14 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
         backward_row(grad_y + row, has_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
                      grad_x ? grad_x + row : nullptr, sum + s, sum + k + s, length, past);
       }
-      if (grad_u) copy_row<A>(sum_u, to_u, length);
+      if (!grad_u) return;
+      copy_row<A>(sum_u, to_u, length);
+      bias_sums.add(t, start, to_u, length);
     });
   });
   sums.finish(0, k, write);
   sums.finish(k, k, retention);
+  if (grad_bias) bias_sums.finish(threads, grad_bias);
 }
 
 // One row of the backward of a write and read. T = grad_y + f grad_z: sum_u += w T, grad_x = g T, and the products of u
@@ -427,8 +457,9 @@ void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, con
 template <class TX, class TU, class A>
 void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x,
                          const TU *u, const TU *bias, const Controller *write, const Controller *retention,
-                         const Controller *read, TX *grad_x, TU *grad_u, const Norm<A> *norm) {
+                         const Controller *read, TX *grad_x, TU *grad_u, A *grad_bias, const Norm<A> *norm) {
   threads = threads_for(n * k * d, threads);
+  ColumnSums<A> bias_sums(grad_bias ? n : 0, d);
   const Factors<A> w(write, k), g(retention, k), f(read, k);
   const bool has_g = retention, past = goes_past(grad_x, n, k, d);
   const auto with_norm = has_g ? write_read_backward_row<true, true, A, TX> : write_read_backward_row<false, true, A, TX>;
@@ -462,11 +493,13 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
                      past);
       }
       copy_row<A>(sum_u, grad_u + t * d + start, length);
+      bias_sums.add(t, start, grad_u + t * d + start, length);
     });
   });
   sums.finish(0, k, write);
   sums.finish(k, k, retention);
   sums.finish(2 * k, k, read);
+  if (grad_bias) bias_sums.finish(threads, grad_bias);
   if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
 }
 
@@ -484,8 +517,8 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
   }                                                                                                                   \
   extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,             \
                                           const TX *x, const TU *u, const TU *bias, const Controller *write,          \
-                                          const Controller *retention, TX *grad_x, TU *grad_u) {                      \
-    write_backward<TX, TU, A>(n, k, d, threads, grad_y, x, u, bias, write, retention, grad_x, grad_u);                \
+                                          const Controller *retention, TX *grad_x, TU *grad_u, A *grad_bias) {        \
+    write_backward(n, k, d, threads, grad_y, x, u, bias, write, retention, grad_x, grad_u, grad_bias);                \
   }                                                                                                                   \
   extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, \
                                               const TU *bias, const Controller *write, const Controller *retention,   \
@@ -495,8 +528,9 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
   extern "C" void write_read_backward_##SUFFIX(                                                                       \
       int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,     \
       const TU *bias, const Controller *write, const Controller *retention, const Controller *read, TX *grad_x,       \
-      TU *grad_u, const Norm<A> *norm) {                                                                              \
-    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, bias, write, retention, read, grad_x, grad_u, norm);  \
+      TU *grad_u, A *grad_bias, const Norm<A> *norm) {                                                                \
+    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, bias, write, retention, read, grad_x, grad_u,         \
+                        grad_bias, norm);                                                                             \
   }
 
 STREAMWISE_KERNELS(float_float, float, float, float)

@@ -87,7 +87,7 @@ class NormCall:
         """[D] weights in `sum_dtype`, contiguous; ones where the norm has none."""
         if self.norm.weight_d is None:
             return torch.ones(self.norm.width, dtype=self.sum_dtype, device=device)
-        return self.norm.weight_d.detach().to(self.sum_dtype).contiguous()
+        return self._as_sums(self.norm.weight_d)
 
     def bias(self, device: torch.device) -> Tensor | None:
         """[D] biases of a LayerNorm like `weight`, zeros where it has none; None for an RMSNorm."""
@@ -95,7 +95,13 @@ class NormCall:
             return None
         if self.norm.bias_d is None:
             return torch.zeros(self.norm.width, dtype=self.sum_dtype, device=device)
-        return self.norm.bias_d.detach().to(self.sum_dtype).contiguous()
+        return self._as_sums(self.norm.bias_d)
+
+    def _as_sums(self, parameter_d: Tensor) -> Tensor:
+        """A parameter's values in `sum_dtype`, contiguous; itself where it is."""
+        if parameter_d.dtype is self.sum_dtype and parameter_d.is_contiguous():
+            return parameter_d
+        return parameter_d.detach().to(self.sum_dtype).contiguous()
 
     def allocate_statistics(self, n: int, device: torch.device) -> None:
         """Make room for what the forward keeps of n tokens."""

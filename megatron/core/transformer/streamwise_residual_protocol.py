@@ -81,32 +81,37 @@ class StreamwiseUpdate:
 
 
 class WriteGradients(NamedTuple):
-    """Gradients of a write; None where not wanted. grad_u is that of `u` before bias and dropout."""
+    """Gradients of a write; None where not wanted. grad_u is that of `u` before bias and dropout.
+
+    The bias's may be left None where it is wanted: then it is the sum of grad_u over the tokens.
+    """
 
     grad_x: Tensor | None
     grad_u: Tensor | None
     grad_write_p: Tensor | None
     grad_retention_p: Tensor | None
+    grad_bias_d: Tensor | None = None
 
 
 class WriteReadGradients(NamedTuple):
-    """Gradients of a write and the read after it; grad_retention_p is None without retention."""
+    """Gradients of a write and the read after it; grad_retention_p is None without retention, grad_bias_d as there."""
 
     grad_x: Tensor
     grad_u: Tensor
     grad_write_p: Tensor
     grad_retention_p: Tensor | None
     grad_read_p: Tensor
+    grad_bias_d: Tensor | None = None
 
     @classmethod
     def of(cls, write: WriteGradients, grad_read_p: Tensor | None) -> WriteReadGradients:
         """Those of a write, of which all but retention's are there, and of the read behind it."""
-        grad_x, grad_u, grad_write_p, grad_retention_p = write
+        grad_x, grad_u, grad_write_p, grad_retention_p, grad_bias_d = write
         assert grad_x is not None
         assert grad_u is not None
         assert grad_write_p is not None
         assert grad_read_p is not None
-        return cls(grad_x, grad_u, grad_write_p, grad_retention_p, grad_read_p)
+        return cls(grad_x, grad_u, grad_write_p, grad_retention_p, grad_read_p, grad_bias_d)
 
 
 class StreamwiseOperators(Protocol):

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,23 @@ class BranchNorm:
     offloaded: bool = False
 
 
+@dataclass(slots=True)
+class _Held:
+    """What a layer holds during its forward, apart from the module, whose attributes are slow to set.
+
+    Args:
+        carried: of each branch that runs, the stream that its write goes into.
+        reads_ahead: whether the write of a branch also reads for the next one.
+        read_ahead: a stream, what was read from it, and whether that is normed.
+        normed: a branch input that its norm will be called with and must return.
+    """
+
+    carried: dict[str, ResidualConnectionState] = field(default_factory=dict)
+    reads_ahead: bool = False
+    read_ahead: tuple[Tensor, Tensor, bool] | None = None
+    normed: Tensor | None = None
+
+
 class WideResidualBranches:
     """Mixin, left of a megatron-core layer class, that puts its branches on a stream of shape [s, b, K*D]."""
 
@@ -89,10 +106,7 @@ class WideResidualBranches:
             pg_collection: the layer's process groups.
             name: the layer's name, as upstream passes it down.
         """
-        self._carried: dict[str, ResidualConnectionState] = {}
-        self._reads_ahead = False
-        self._read_ahead: tuple[Tensor, Tensor, bool] | None = None  # a stream, what was read from it, whether normed
-        self._normed: Tensor | None = None  # a branch input that its norm will be called with and must return
+        self._held = _Held()
         self._norms: dict[str, tuple[Any, Callable[..., Any]]] = {}  # that a read can take, with their forwards
         self.residual_stream_recompute_context: ResidualStreamRecomputeContext | None = None
         self._branches = tuple(branches)
@@ -163,7 +177,7 @@ class WideResidualBranches:
 
         What its read has normed already is returned as it is.
         """
-        normed, self._normed = self._normed, None
+        normed, self._held.normed = self._held.normed, None
         if normed is z_sbd:
             return z_sbd
         if normed is not None:
@@ -177,10 +191,10 @@ class WideResidualBranches:
         """Read the branch input from the stream and keep the stream for the write."""
         read = self._connection("read", branch)
         fp32_residual = bool(self.config.fp32_residual_connection)
-        ahead, self._read_ahead = self._read_ahead, None
+        ahead, self._held.read_ahead = self._held.read_ahead, None
         if ahead is not None and ahead[0] is x_sbw:
-            self._carried[branch] = ResidualConnectionState(x_sbw.float() if fp32_residual else x_sbw)
-            self._normed = ahead[1] if ahead[2] else None
+            self._held.carried[branch] = ResidualConnectionState(x_sbw.float() if fp32_residual else x_sbw)
+            self._held.normed = ahead[1] if ahead[2] else None
             return ahead[1]
         context = self.residual_stream_recompute_context
         norm = self._norm_of(branch, read, x_sbw.dtype)
@@ -191,8 +205,8 @@ class WideResidualBranches:
             z_sbd, state = checkpoint_residual_read(read, x_sbw, context, **options)
         else:
             z_sbd, state = checkpoint_residual_read_norm(read, x_sbw, norm, context, **options)
-        self._carried[branch] = state
-        self._normed = None if norm is None else z_sbd
+        self._held.carried[branch] = state
+        self._held.normed = None if norm is None else z_sbd
         return z_sbd
 
     def _write(
@@ -209,10 +223,10 @@ class WideResidualBranches:
         """
         del z_sbd
         write = self._connection("write", branch)
-        state = self._carried.pop(branch)
+        state = self._held.carried.pop(branch)
         options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
         context = self.residual_stream_recompute_context
-        if self._reads_ahead and branch != self._branches[-1]:
+        if self._held.reads_ahead and branch != self._branches[-1]:
             following = self._branches[self._branches.index(branch) + 1]
             read = self._connection("read", following)
             norm = self._norm_of(following, read, state.residual.dtype)
@@ -222,7 +236,7 @@ class WideResidualBranches:
                 x_sbw, z_sbd = checkpoint_residual_write_read(
                     write, branch_output, state, read, norm, context, **options
                 )
-            self._read_ahead = x_sbw, z_sbd, norm is not None
+            self._held.read_ahead = x_sbw, z_sbd, norm is not None
             return x_sbw
         ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
         if context is not None and not ends_block:
@@ -235,11 +249,11 @@ class WideResidualBranches:
     @contextmanager
     def _reading_ahead(self) -> Iterator[None]:
         """A forward of the whole layer: each branch but the first runs on the stream that the one before wrote."""
-        self._reads_ahead = True
+        self._held.reads_ahead = True
         try:
             yield
         finally:
-            self._reads_ahead, self._read_ahead = False, None
+            self._held.reads_ahead, self._held.read_ahead = False, None
 
     def _run_branch(self, branch: str, run_parent: Callable[..., Any], x_sbw: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Read, run the parent's code of the branch on the branch input, and leave nothing behind."""
@@ -248,5 +262,5 @@ class WideResidualBranches:
         try:
             return run_parent(self._read(branch, x_sbw), *args, **kwargs)
         finally:
-            self._carried.pop(branch, None)
-            self._normed = None
+            self._held.carried.pop(branch, None)
+            self._held.normed = None

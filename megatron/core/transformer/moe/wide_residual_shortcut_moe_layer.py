@@ -38,5 +38,5 @@ class WideResidualShortcutMoELayer(WideResidualTransformerLayer, ShortcutMoETran
         norm = self._norm_of("shortcut", self.residual_read_shortcut, x_sbw.dtype)
         read = partial(self.residual_read_shortcut, norm=norm)
         z_sbd = read(x_sbw) if context is None or not x_sbw.requires_grad else context.checkpoint(read, x_sbw)
-        self._normed = None if norm is None else z_sbd
+        self._held.normed = None if norm is None else z_sbd
         return super()._shortcut_input(z_sbd)
