@@ -26,7 +26,7 @@ constexpr int64_t WIDTH_BLOCK = 1024;         // elements of a row that stay in 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region costs more than it saves
 constexpr int64_t AHEAD = 32768;              // bytes; the processor's own prefetchers stop at the end of a page
 
-constexpr int64_t PAST_BYTES = 16 << 20;      // a stream of this size is in no near cache when it is used next
+constexpr int64_t PAST_BYTES = 4 << 20;       // a stream of this size is in no near cache when it is used next
 
 // Whether the rows of a stream that is written are stored past the caches
 template <class T>
