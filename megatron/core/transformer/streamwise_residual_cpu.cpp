@@ -27,6 +27,7 @@ constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region co
 constexpr int64_t AHEAD = 32768;              // bytes; the processor's own prefetchers stop at the end of a page
 
 constexpr int64_t PAST_BYTES = 4 << 20;       // a stream of this size is in no near cache when it is used next
+constexpr int64_t OPEN_LINES = 8;             // that a processor surely holds until they are whole
 
 // Whether the rows of a stream that is written are stored past the caches
 template <class T>
@@ -162,13 +163,15 @@ void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *
                         const Controller *write, const Controller *retention, const Controller *read, TX *y, TU *z,
                         const Norm<A> *norm) {
   const Factors<A> w(write, k), g(retention, k), f(read, k);
-  const bool past = goes_past(y, n, k, d);
+  // With the streams side by side every line is open until it is whole; many or half-written ones are sent too early.
+  constexpr int64_t STORES_PER_LINE = PAST_ALIGNMENT / (COUNT<A> * sizeof(TX));
+  const bool goes = goes_past(y, n, k, d), joins = goes && z && k * STORES_PER_LINE <= OPEN_LINES, past = goes && !z;
   for_shared(n, threads_for(n * k * d, threads), [&](int64_t t) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];
       const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
       const int64_t row = t * k * d + start;
-      if (past && z) {
+      if (joins) {
         write_read_block(k, d, x + row, update, w.all(), g.all(), f.all(), y + row, z + t * d + start, length);
         return;
       }
