@@ -28,12 +28,18 @@ from benchmarking import (
 )
 
 
-def test_every_repetition_runs_each_case_once_and_begins_with_another() -> None:
-    ran: list[str] = []
-    cases = {name: lambda name=name: ran.append(name) for name in "abc"}
-    timings = interleave(cases, repeats=3, warm_up=1)
-    assert "".join(ran) == "abc" + "bca" + "cab" + "abc"
-    assert all(len(timing.wall) == len(timing.cpu) == 3 for timing in timings.values()), "warm-up was counted"
+def test_every_repetition_runs_each_case_once_and_all_cases_come_behind_all_others() -> None:
+    orders = []
+    for _ in range(2):
+        ran: list[str] = []
+        cases = {name: lambda name=name: ran.append(name) for name in "abcd"}
+        timings = interleave(cases, repeats=39, warm_up=1)
+        assert all(len(timing.wall) == len(timing.cpu) == 39 for timing in timings.values()), "warm-up was counted"
+        assert all(sorted(ran[start : start + 4]) == list("abcd") for start in range(0, 160, 4))
+        orders.append("".join(ran))
+    assert orders[0] == orders[1], "another order in the second run"
+    followed = {orders[0][index : index + 2] for index in range(159)}
+    assert followed >= {one + other for one in "abcd" for other in "abcd" if one != other}
 
 
 def test_a_spread_is_the_median_and_the_middle_half() -> None:

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -141,12 +142,16 @@ class Timings:
 def interleave(
     cases: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 2, device: str = "cpu"
 ) -> dict[str, Timings]:
-    """Run every case once per repetition; results are freed, and a GPU is waited for, outside the time measured."""
-    names = list(cases)
-    timings = {name: Timings() for name in names}
+    """Run every case once per repetition; results are freed, and a GPU is waited for, outside the time measured.
+
+    The order is another one in every repetition, the same for every run: what a case leaves behind in caches and in
+    the allocator falls on all others.
+    """
+    timings = {name: Timings() for name in cases}
     for repetition in range(warm_up + repeats):
-        for turn in range(len(names)):
-            name = names[(repetition + turn) % len(names)]
+        names = list(cases)
+        random.Random(repetition).shuffle(names)
+        for name in names:
             _synchronize(device)
             start, cpu_start = time.perf_counter(), time.process_time()
             result = cases[name]()
