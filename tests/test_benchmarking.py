@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_every_repetition_runs_each_case_once_and_all_cases_come_behind_all_othe
     orders = []
     for _ in range(2):
         ran: list[str] = []
-        cases = {name: lambda name=name: ran.append(name) for name in "abcd"}
+        cases = {name: partial(ran.append, name) for name in "abcd"}
         timings = interleave(cases, repeats=39, warm_up=1)
         assert all(len(timing.wall) == len(timing.cpu) == 39 for timing in timings.values()), "warm-up was counted"
         assert all(sorted(ran[start : start + 4]) == list("abcd") for start in range(0, 160, 4))
