@@ -56,16 +56,14 @@ def stream_costs(
         mask_bytes = 0
         if config.hidden_dropout > 0:
             mask_bytes, _ = saved_by(torch.nn.Dropout(config.hidden_dropout), one_token(stream_dtype))
-    fused = stream_norm_of(norm)
-    fuses = fused is not None and streamwise_operators(device).fuses_norm(
-        width, stream_dtype, branch_dtype, torch.float32
-    )
+    operators, fused = streamwise_operators(device), stream_norm_of(norm)
+    fuses = fused is not None and operators.fuses_norm(width, stream_dtype, branch_dtype, torch.float32)
     return StreamCosts.of_layout(
         num_streams,
         width,
         branch_itemsize=branch_dtype.itemsize,
         stream_itemsize=stream_dtype.itemsize,
-        has_bias=config.add_bias_linear,
+        has_bias=config.add_bias_linear and not operators.fuses_bias(stream_dtype, branch_dtype),
         mask_bytes=mask_bytes,
         norm_bytes=norm_bytes,
         norm_saves_input=norm_saves_input,

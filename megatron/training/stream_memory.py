@@ -79,7 +79,8 @@ class StreamCosts:
     ) -> StreamCosts:
         """Return the costs of K streams of width D; norm_bytes is by default that of a norm that saves its input only.
 
-        mask_bytes above 0 means that updates are dropped out.
+        has_bias means that a bias is added to updates before they are written, mask_bytes above 0 that they are dropped
+        out.
         """
         narrow, branch = width * stream_itemsize, width * branch_itemsize
         new_update = has_bias or mask_bytes > 0
