@@ -114,6 +114,14 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
         ("base: base.yaml\naxes: {streams: [1, 2], replay: [true]}\nseeds: [1]", "axes: replay contradicts streams: 1"),
         ("base: base.yaml\naxes: {streams: 1, lr: 1, learning-rate: 1}\nseeds: [1]", "lr and learning-rate both set"),
         ("base: base.yaml\naxes: [{streams: 1}, {streams: [1, 2]}]\nseeds: [1]", "are the same run"),
+        (
+            "base: base.yaml\naxes: {streams: 1, learning-rate: [1e-3, 0.001]}\nseeds: [1]",
+            "learning-rate 0.001 and streams 1, learning-rate 1e-3 are the same run",
+        ),
+        (
+            "base: base.yaml\naxes: {streams: 1, data-path: [a/b, a_b]}\nseeds: [1]",
+            "would share the run folder's name ordinary-data-path-a_b",
+        ),
         ("base: base.yaml\naxes: {streams: [1, 2], retention: false}\nseeds: [1, 1]", "seeds: 1 stands there 2 times"),
         ("base: base.yaml\naxes: {streams: 1}\nseeds: 3", "seeds is 3, a list"),
         ("base: base.yaml\naxes: {streams: 1}\nseeds: [0]", "seeds: 0 is no whole number from 1"),

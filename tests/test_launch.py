@@ -94,6 +94,22 @@ def test_a_failing_run_is_started_again_until_the_guard_stops_it(tmp_path: Path)
         assert (wrong.returncode, complaint in wrong.stderr) == (2, True), wrong.stderr
 
 
+@pytest.mark.parametrize("delay", [0.4, 1.2])
+def test_a_launch_that_is_told_to_end_before_its_first_step_trains_nothing(tmp_path: Path, delay: float) -> None:
+    """While the run folder is prepared, or the attempt begun."""
+    run = tmp_path / "run"
+    command = ["scripts/launch.sh", "scripts/recipes/tiny-gpt.yaml", "--run-dir", str(run), "--train-iters", "400"]
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=script_environment(), stdout=out, stderr=out)
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(timeout=200)
+    said = (tmp_path / "out").read_text()
+    assert status != 0, said[-2000:]
+    assert 400 not in _steps(run), "it was told to end and trained to the end"
+    assert "told to end (TERM)" in said
+
+
 @pytest.mark.parametrize(
     "words", [["--help"], [], ["scripts/recipes/tiny-gpt.yaml", "--lr", "1", "--help"], ["x", "-h"]]
 )

@@ -138,6 +138,17 @@ _EMPTY_KINDS = ("int", "float", "bool", "timestamp")
         ("script: a.py\nprocesses: 0", "processes is 0"),
         ("base: recipe.yaml", "recipe.yaml -> "),
         ("script: a.py\nflags:\n  lr: 1\n  x: 2\n  lr: 3", "key 'lr' stands in line 3 and in line 5: keep one"),
+        *(
+            (f"script: a.py\nflags:\n  seed: {word}", f"{word} in line 3 is {meaning} for YAML: write that, or quote")
+            for word, meaning in (
+                ("010", 8),
+                ("1:30", 90),
+                ("1_000", 1000),
+                ("no", False),
+                ("On", True),
+                ("1:30.5", 90.5),
+            )
+        ),
         ("script: a.py\nflags: {1: 1, '1': 2}", "key '1' stands in line 2 and in line 2"),
         ("script: a.py\nscript: b.py", "key 'script' stands in line 1 and in line 2"),
         ("script: a.py\nresolved: 3", "resolved is 3, true or false"),

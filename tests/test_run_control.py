@@ -14,8 +14,9 @@ import pytest
 
 from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError
-from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST
+from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST, STOPPED_EARLY
 from megatron.run_control.node_agent import end_earlier, end_leftovers
+from megatron.run_control.progress import read_progress
 from megatron.run_control.recipes import Recipe
 from megatron.run_control.resubmission import resubmission
 from megatron.run_control.run_folder import TRACKER, RunFolder
@@ -67,6 +68,27 @@ def test_a_job_that_ended_without_a_word_counts(run: RunFolder) -> None:
         begin_attempt(run)
     with pytest.raises(LaunchError, match="ended without a word"):
         begin_attempt(run)
+
+
+@pytest.mark.parametrize(("status", "reason"), [(0, "finished"), (LOST_PROCESS, "rank 0 was killed by SIGKILL")])
+def test_an_end_that_only_the_node_has_recorded_is_known(run: RunFolder, status: int, reason: str) -> None:
+    """The launcher was killed, its trainers went on to their end."""
+    begin_attempt(run)
+    write_outcome(run, 1, 0, status, reason)
+    view = read_progress(run.path)
+    assert view.state == ("finished" if status == 0 else "silent")
+    assert status == 0 or (view.problem is not None and reason in view.problem)
+    begin_attempt(run)
+    assert (read_attempts(run)[0].status, read_attempts(run)[0].reason) == (status, reason)
+
+
+def test_a_run_that_stopped_itself_is_neither_finished_nor_started_again(run: RunFolder) -> None:
+    begin_attempt(run)
+    write_outcome(run, 1, 0, STOPPED_EARLY, "stopped by --exit-interval at step 10 of 20")
+    decision = end_attempt(run, STOPPED_EARLY)
+    assert (decision.again, decision.status) == (False, STOPPED_EARLY)
+    assert decision.reason.startswith("stopped by --exit-interval at step 10 of 20; goes on with ")
+    assert read_progress(run.path).state == "stopped"
 
 
 def test_bad_options_and_a_cancelled_job_are_not_started_again(run: RunFolder) -> None:

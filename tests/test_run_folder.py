@@ -13,8 +13,8 @@ import pytest
 
 from megatron.run_control.__main__ import main as run_control
 from megatron.run_control.errors import LaunchError
-from megatron.run_control.recipes import Recipe, load_recipe
-from megatron.run_control.run_folder import RunFolder, script_arguments, write_whole
+from megatron.run_control.recipes import FlagValue, Recipe, load_recipe
+from megatron.run_control.run_folder import TRACKER, RunFolder, script_arguments, write_whole
 from megatron.run_control.snapshot import take_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +59,50 @@ def test_a_moved_or_copied_run_folder_is_refused_by_name(tmp_path: Path) -> None
         RunFolder(tmp_path / "copy").create(recipe, ROOT)
     (tmp_path / "link").symlink_to(run.path)
     assert not RunFolder((tmp_path / "link").resolve()).create(recipe, ROOT), "another name of the same folder"
+    shutil.move(run.path, tmp_path / "larger disk")
+    run.path.symlink_to(tmp_path / "larger disk")
+    assert not RunFolder(tmp_path / "larger disk").create(recipe, ROOT), "moved, and linked back: its flags still hold"
+
+
+def test_a_run_that_has_a_checkpoint_goes_on_from_that_whatever_it_began_with(tmp_path: Path) -> None:
+    begun: dict[str, FlagValue] = {
+        "load": "/other/run",
+        "finetune": True,
+        "ckpt-step": 5,
+        "no-load-optim": True,
+        "lr": 1,
+        "data-path": ["a", "b"],
+    }
+    run = RunFolder(tmp_path / "run")
+    run.create(Recipe("a.py", flags=begun), ROOT)
+    own = str(run.path / "checkpoints")
+    assert run.arguments_now() == run.arguments(), "nothing is saved yet"
+    _saved(run, 20)
+    now = run.arguments_now()
+    pairs = dict(itertools.pairwise(now))
+    assert pairs["--load"] == pairs["--save"] == own
+    assert not set(now) & {"--finetune", "--ckpt-step", "--no-load-optim", "/other/run", "5"}
+    assert now[now.index("--data-path") :][:3] == ["--data-path", "a", "b"]
+    plain = RunFolder(tmp_path / "plain")
+    plain.create(Recipe("a.py", flags={"lr": 1}), ROOT)
+    _saved(plain, 20)
+    assert plain.arguments_now() == plain.arguments()
+
+
+@pytest.mark.parametrize("flag", ["exit-interval", "exit-duration-in-mins"])
+def test_a_run_that_stopped_before_its_last_step_is_known_by_the_flag_that_stopped_it(
+    tmp_path: Path, flag: str
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create(Recipe("a.py", flags={"train-iters": 20, flag: 10}), ROOT)
+    _saved(run, 10)
+    assert run.stops_early() == f"--{flag}"
+    _saved(run, 20)
+    assert run.stops_early() is None
+
+
+def _saved(run: RunFolder, step: int) -> None:
+    write_whole(run.path / "checkpoints" / TRACKER, str(step))
 
 
 @pytest.mark.parametrize("content", ["recipe.yaml", "log.txt", "checkpoints/latest_checkpointed_iteration.txt"])

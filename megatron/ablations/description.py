@@ -250,10 +250,29 @@ def _variants(file: Path, content: Mapping, base: Recipe) -> list[Variant]:
                 f"{_LONGEST_NAME} are wanted: shorten the values, with a variable for a path that they share"
             )
         for other in variants:
-            if other.name == name or other.recipe == recipe:
-                raise LaunchError(f"axes: {_said(settings)} and {_said(other.settings)} are the same run: keep one")
+            both = f"axes: {_said(settings)} and {_said(other.settings)}"
+            if _as_numbers(other.recipe.flags) == _as_numbers(recipe.flags):
+                raise LaunchError(f"{both} are the same run: keep one")
+            if other.name == name:
+                raise LaunchError(f"{both} would share the run folder's name {name}: change a value's spelling")
         variants.append(Variant(name, settings, recipe))
     return variants
+
+
+def _as_numbers(flags: Mapping[str, FlagValue]) -> dict[str, object]:
+    """Flags to compare: 1e-3 is text for YAML, and the number 0.001 for the trainer."""
+
+    def number(value: object) -> object:
+        if isinstance(value, bool):
+            return value
+        try:
+            return float(str(value))
+        except ValueError:
+            return value
+
+    return {
+        name: [number(v) for v in value] if isinstance(value, list) else number(value) for name, value in flags.items()
+    }
 
 
 def _said(settings: Mapping[str, object]) -> str:

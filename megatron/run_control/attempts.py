@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.run_control.errors import GuardError, LaunchError
-from megatron.run_control.exit_status import BAD_OPTIONS, FINAL, FINISHED, describe
+from megatron.run_control.exit_status import BAD_OPTIONS, FINAL, FINISHED, STOPPED_EARLY, describe
 from megatron.run_control.limits import DEFAULT_RESTARTS
 from megatron.run_control.run_folder import RunFolder, read_json, write_whole
 
@@ -121,6 +121,8 @@ def begin_attempt(run: RunFolder, limit: int = DEFAULT_RESTARTS, reset: bool = F
     if attempts and attempts[-1].ended is None:
         last = attempts[-1]
         last.ended, last.step_at_end, last.reason = time.time(), run.step(), WITHOUT_A_WORD
+        if (left := left_outcome(run, last.number)) is not None:  # its launcher was killed, its trainers were not
+            last.ended, last.status, last.reason = left["time"], left["status"], left["reason"]
         _write(run, attempts)
     refusal = _refusal(run, attempts, limit)
     if refusal is not None:
@@ -149,7 +151,7 @@ def _read_outcome(file: Path) -> dict[str, Any]:
     return outcome
 
 
-def _first_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
+def _first_outcome(run: RunFolder, attempt: int, *, warns: bool = True) -> dict[str, Any] | None:
     """The outcome of the node that ended first without success: what the others ended of is its consequence. A damaged
     one does not keep the end of the attempt from being written: it is said in the log and left out."""
     outcomes = []
@@ -157,9 +159,26 @@ def _first_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
         try:
             outcomes.append(_read_outcome(file))
         except LaunchError as error:
+            if not warns:
+                continue
             print(f"warning: {error}; the status of the step counts in its place", file=sys.stderr)
     failed = [outcome for outcome in outcomes if outcome["status"] != FINISHED]
     return min(failed, key=lambda outcome: outcome["time"], default=None)
+
+
+def left_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
+    """How an attempt ended whose end nobody recorded, by what its nodes wrote; None where none did."""
+    return _first_outcome(run, attempt, warns=False) or _finished_outcome(run, attempt)
+
+
+def _finished_outcome(run: RunFolder, attempt: int) -> dict[str, Any] | None:
+    """Node 0's outcome where it is a success: no node of a run succeeds alone."""
+    file = run.outcomes / f"attempt-{attempt}-node-0.json"
+    try:
+        outcome = _read_outcome(file) if file.exists() else None
+    except LaunchError:
+        return None
+    return outcome if outcome is not None and outcome["status"] == FINISHED else None
 
 
 def end_attempt(run: RunFolder, status: int, limit: int = DEFAULT_RESTARTS, cancelled: bool = False) -> Decision:
@@ -187,7 +206,12 @@ def _decision(run: RunFolder, attempts: list[Attempt], limit: int, cancelled: bo
     if status == FINISHED:
         return Decision(False, status, "finished")
     if status in FINAL:
-        return Decision(False, BAD_OPTIONS, f"{reason}; not started again, because another start cannot mend that")
+        how = (
+            f"{reason}; not started again, because another start cannot mend that: the error stands in {run.log}, and "
+        )
+        return Decision(False, BAD_OPTIONS, f"{how}when its cause is gone {shlex.quote(str(run.rerun))} goes on")
+    if status == STOPPED_EARLY:
+        return Decision(False, status, f"{reason}; goes on with {shlex.quote(str(run.rerun))}")
     if cancelled:
         return Decision(False, status, f"{reason}; not started again, because it was cancelled")
     refusal = _refusal(run, attempts, limit)

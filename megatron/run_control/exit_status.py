@@ -3,8 +3,8 @@
     if status == SAVED_ON_REQUEST: ...
     describe(76)    # "a rank made no progress and was stopped by the watchdog"
 
-What always holds: 0 and 2 end a run for good (done; options or data that another start cannot mend); everything else is
-started again, as long as the guard of attempts.py allows it.
+What always holds: 0, 2 and 78 end a run (done; options, data or a disk that another start cannot mend; left early);
+everything else is started again, as long as the guard of attempts.py allows it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ BAD_OPTIONS = 2
 SAVED_ON_REQUEST = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
 HUNG = 76
 LOST_PROCESS = 77
+STOPPED_EARLY = 78
 
 _MEANINGS = {
     FINISHED: "finished",
-    BAD_OPTIONS: "an option or a corpus cannot be used",
+    BAD_OPTIONS: "an option, a corpus or a checkpoint cannot be used, or a checkpoint could not be saved",
     SAVED_ON_REQUEST: "saved and left on request (preemption or time limit)",
     HUNG: "a rank made no progress and was stopped by the watchdog",
     LOST_PROCESS: "a process was killed by a signal",
+    STOPPED_EARLY: "stopped before its last step, by an option of its own",
 }
 FINAL = (FINISHED, BAD_OPTIONS)
 

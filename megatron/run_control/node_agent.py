@@ -28,11 +28,11 @@ from pathlib import Path
 import psutil
 
 from megatron.run_control.attempts import write_outcome
-from megatron.run_control.errors import LaunchError
-from megatron.run_control.exit_status import HUNG, LOST_PROCESS, SAVED_ON_REQUEST, describe
+from megatron.run_control.errors import LaunchError, said
+from megatron.run_control.exit_status import HUNG, LOST_PROCESS, SAVED_ON_REQUEST, STOPPED_EARLY, describe
 from megatron.run_control.heartbeat import ATTEMPT_VARIABLE, FOLDER_VARIABLE
 from megatron.run_control.limits import watchdog_limits
-from megatron.run_control.run_folder import RunFolder
+from megatron.run_control.run_folder import FIRST_START_FLAGS, RunFolder
 from megatron.run_control.watchdog import Watchdog
 
 SAVE_SIGNAL = signal.SIGUSR2
@@ -107,12 +107,17 @@ def torchrun_arguments(run: RunFolder) -> list[str]:
             f"--master-addr={os.environ['MASTER_ADDR']}",
             f"--master-port={os.environ['MASTER_PORT']}",
         ]
-    return [*arguments, str(Path(settings["repository"]) / settings["script"]), *run.arguments()]
+    return [*arguments, str(Path(settings["repository"]) / settings["script"]), *run.arguments_now()]
 
 
 def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
     """Run torchrun to its end; returns the exit status and the reason as a sentence."""
     limit, start_limit = watchdog_limits()
+    now = run.arguments_now()
+    if now != run.arguments():
+        given = [name for name in FIRST_START_FLAGS if name in run.arguments() and name not in now]
+        given += ["--load"] if run.value_of("load") != run.value_of("save") else []
+        print(f"> goes on from its own checkpoint of step {run.step()}, not as {', '.join(given)} had it begin")
     watchdog = Watchdog(run, attempt, limit, start_limit, worker_pids)
     arguments = torchrun_arguments(run)
     # 0.5 to 20 s of imports, after everything that can be wrong was looked at.
@@ -139,6 +144,9 @@ def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
         return 128 + error.sigval, f"this node was told to end by {signal.Signals(error.sigval).name}"
     finally:
         watchdog.stop()
+    if stopped_by := run.stops_early():
+        wanted = run.value_of("train-iters")
+        return STOPPED_EARLY, f"stopped by {stopped_by} at step {run.step()} of {wanted}"
     return 0, describe(0)
 
 
@@ -156,7 +164,10 @@ def main() -> int:
     except (LaunchError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_outcome(run, attempt, node, status, reason)
+    try:
+        write_outcome(run, attempt, node, status, reason)
+    except OSError as error:  # a full disk; the status says what there is to say
+        print(f"error: {said(error)}", file=sys.stderr)
     end_leftovers(run, attempt)
     print(f"> node {node}: {reason}", file=sys.stderr, flush=True)
     return status

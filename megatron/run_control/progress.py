@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.run_control.attempts import Attempt, read_attempts
+from megatron.run_control.attempts import Attempt, left_outcome, read_attempts
 from megatron.run_control.errors import LaunchError, printable, said
 from megatron.run_control.exit_status import FINISHED
 from megatron.run_control.limits import whole_number
@@ -208,6 +208,12 @@ def _judge(run: RunFolder, attempts: list[Attempt], view: Progress) -> None:
         view.problem = None if last.status == FINISHED else last.reason
         return
     view.state = "running"
+    left = left_outcome(run, last.number)
+    if left is not None:
+        view.seconds_left = view.tokens_per_second = None
+        view.state = "finished" if left["status"] == FINISHED else "silent"
+        view.problem = None if left["status"] == FINISHED else f"{left['reason']}; its launcher did not go on with it"
+        return
     beats = [_beat(file) for file in run.heartbeats.glob("rank-*.json")]
     silence = time.time() - max([last.started, *beats])
     if silence > SILENT_AFTER_S:

@@ -60,6 +60,9 @@ OWNED_FLAGS = {
     ),
 }
 
+# Flags that say where a run begins; once it has a checkpoint of its own, that does.
+FIRST_START_FLAGS = ("--finetune", "--ckpt-step", "--no-load-optim", "--no-load-rng")
+
 
 def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part."""
@@ -69,6 +72,10 @@ def write_whole(file: Path, text: str, mode: int = 0o644) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.chmod(mode)
         os.replace(partial, file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}; it could not be written", str(file)) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -176,8 +183,11 @@ class RunFolder:
 
     def difference(self, recipe: Recipe) -> tuple[str, str] | None:
         """What the run has and a recipe has not, and the other way round; None where they are one run. The order of
-        flags does not count."""
-        there, wanted = _by_flag(self.arguments()), _by_flag(script_arguments(recipe, self.path.resolve()))
+        flags does not count, nor does a link through which the folder is reached."""
+        folder = self.path.resolve()
+        if self._moved_from() is None:
+            folder = Path(self.settings().get("folder", folder))
+        there, wanted = _by_flag(self.arguments()), _by_flag(script_arguments(recipe, folder))
         for name in sorted(there.keys() | wanted.keys()):
             if there.get(name) != wanted.get(name):
                 return _shown(name, there), _shown(name, wanted)
@@ -216,6 +226,24 @@ class RunFolder:
             raise LaunchError(f"{self.flags} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise LaunchError(f"{self.flags} is damaged, it is no UTF-8 ({error})") from None
+
+    def arguments_now(self) -> list[str]:
+        """The arguments with which the script starts now. A run with a checkpoint of its own goes on from that: what
+        says where a run begins belongs to the starts before it."""
+        arguments, save = self.arguments(), self.value_of("save")
+        if save is None or not self.step():
+            return arguments
+        flags = {name: values for name, values in _by_flag(arguments).items() if name not in FIRST_START_FLAGS}
+        if "--load" in flags:
+            flags["--load"] = [save]
+        return [word for name, values in flags.items() for word in (name, *values)]
+
+    def stops_early(self) -> str | None:
+        """The flag by which a run that ended well has stopped before its last step; None where it has not, or nothing
+        says so."""
+        limits = [name for name in ("exit-interval", "exit-duration-in-mins") if self.value_of(name)]
+        steps = whole_number(self.value_of("train-iters") or "")
+        return f"--{limits[0]}" if limits and steps and self.tracker() and self.step() < steps else None
 
     def value_of(self, flag: str) -> str | None:
         """The value that follows a flag, None where it is not given."""
@@ -258,7 +286,7 @@ def _opened_in(folder: Path, name: str) -> IO[str]:
 
 def script_arguments(recipe: Recipe, folder: Path) -> list[str]:
     """The recipe's flags and those that every launched run needs: where it saves and logs, and how it is asked to save.
-    A flag of the recipe always wins."""
+    A value in the recipe always wins."""
     flags = dict(recipe.flags)
     ours = {
         "save": str(folder / "checkpoints"),

@@ -3,14 +3,16 @@
     read_mapping(Path("scripts/recipes/tiny-gpt.yaml"), ("base", "flags"), "no such recipe")
 
 PyYAML keeps the last of two equal keys without a word; here they are an error with both lines, in nested mappings too.
-Keys that differ for YAML and are one flag (`1` and `"1"`) count as equal.
+Keys that differ for YAML and are one flag (`1` and `"1"`) count as equal. Words that YAML 1.1 takes for something else
+than they look like (`010`, `1:30`, `1_000`, `no`) are an error with the line.
 
 What always holds: what cannot be read is a LaunchError of one line that names the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,17 @@ class _DuplicateKeyError(yaml.YAMLError):
     """A key that stands twice in one mapping."""
 
 
+class _DisguiseError(yaml.YAMLError):
+    """A word that YAML 1.1 takes for something else than it looks like."""
+
+
+_PLAIN_NUMBER = re.compile(
+    r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+|[0-9]*\.[0-9]*([eE][-+]?[0-9]+)?|\.inf|\.nan)", re.IGNORECASE
+)
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader without duplicate keys."""
+    """PyYAML's safe loader without duplicate keys and disguises: 010 for 8, 1:30 for 90, 1_000, no for false."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping; looked at here, before `<<` lays another mapping below its keys."""
@@ -39,6 +50,29 @@ class _StrictLoader(yaml.SafeLoader):
                 raise _DuplicateKeyError(f"key {name!r} stands in line {lines[name]} and in line {line}: keep one")
             lines[name] = line
         return node
+
+
+def _as_it_looks(construct: Callable[[Any, Any], Any], looks: Callable[[str], bool]) -> Callable[[Any, Any], Any]:
+    """A constructor that refuses words which do not look like what they are."""
+
+    def checked(loader: Any, node: Any) -> Any:
+        value = construct(loader, node)
+        if not looks(str(node.value)):
+            raise _DisguiseError(
+                f"{node.value} in line {node.start_mark.line + 1} is {value!r} for YAML: write that, or quote the word"
+            )
+        return value
+
+    return checked
+
+
+for _kind, _looks in (
+    ("int", lambda word: _PLAIN_NUMBER.fullmatch(word) is not None),
+    ("float", lambda word: _PLAIN_NUMBER.fullmatch(word) is not None),
+    ("bool", lambda word: word.lower() in ("true", "false")),
+):
+    _tag = f"tag:yaml.org,2002:{_kind}"
+    _StrictLoader.add_constructor(_tag, _as_it_looks(yaml.SafeLoader.yaml_constructors[_tag], _looks))
 
 
 def read_mapping(file: Path, keys: Sequence[str], absent: str) -> dict:

@@ -97,10 +97,11 @@ job_state() { scontrol --oneliner show job "$(this_job)" | sed -n 's/.* JobState
 
 # --- signals ------------------------------------------------------------------------------------------------------
 
-# The request is repeated while the step lives: the first may come before the step has any process that keeps it.
+# ask_step_to_save [SECONDS]: after that time. The request is repeated while the step lives: the first may come before the
+# step has any process that keeps it.
 ask_step_to_save() {
     local asked=$step
-    (while kill -USR2 "$asked" 2>/dev/null; do sleep 3; done) 8>&- 9>&- &
+    (sleep "${1:-0}"; while kill -USR2 "$asked" 2>/dev/null; do sleep 3; done) 8>&- 9>&- &
 }
 
 on_save_request() {
@@ -146,10 +147,11 @@ start_step() {
     else
         # A session of its own, so that ^C reaches this script alone, which then lets the trainers save. It keeps the
         # lock (9): should this script be killed, the run is locked until its torchrun has ended too.
-        setsid ${container_exec[@]+"${container_exec[@]}"} "${node[@]}" >&8 2>&1 8>&- </dev/null &
+        (trap '' USR2; exec setsid ${container_exec[@]+"${container_exec[@]}"} "${node[@]}") >&8 2>&1 8>&- </dev/null &
     fi
     step=$!
-    [ -z "$save_requested" ] || ask_step_to_save
+    [ -z "$save_requested" ] || ask_step_to_save 3 # until then the new process surely ignores the signal
+    [ "$cancelled" -eq 0 ] || kill -TERM "$step" 2>/dev/null || true # told so while there was no step
 }
 
 wait_for_step() {
@@ -164,12 +166,17 @@ wait_for_step() {
 # Runs one attempt of $run; returns when another one is due, exits otherwise.
 attempt() {
     local number decision=0 reason
+    if [ "$cancelled" -ne 0 ]; then
+        say "not started: it was told to end"
+        exit 143
+    fi
     number=$(control begin "$run") || exit $?
     export MEGATRON_RUN_FOLDER=$run MEGATRON_RUN_ATTEMPT=$number
     say "attempt $number of $run"
     start_step
     wait_for_step
     reason=$(CANCELLED=$cancelled control end "$run" "$step_status") || decision=$?
+    reason=${reason:-ended with status $step_status, which could not be recorded}
     say "attempt $number: $reason"
     [ "$decision" -eq "$START_AGAIN" ] || exit "$decision"
 }
