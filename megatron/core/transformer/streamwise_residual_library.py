@@ -24,7 +24,8 @@ from pathlib import Path
 
 CACHE_VARIABLE = "MEGATRON_STREAMWISE_CACHE"
 SOURCE = Path(__file__).with_name("streamwise_residual_cpu.cpp")
-_HEADERS = tuple(SOURCE.with_name(f"streamwise_residual_{name}.h") for name in ("controllers", "norm", "vectors"))
+_NAMES = ("controllers", "norm", "rows", "tokens", "vectors")
+_HEADERS = tuple(SOURCE.with_name(f"streamwise_residual_{name}.h") for name in _NAMES)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
 
