@@ -4,8 +4,8 @@
 //   sums.for_tokens(threads, [&](int64_t t, double *sum) { sum[0] += ...; });    // every token once
 //   sums.finish(0, k, controller);                                               // the controller's gradient
 //
-// Used by streamwise_residual_cpu.cpp. What always holds: sums are made over blocks of TOKEN_BLOCK tokens, then over all
-// blocks in order, so that they are the same bits for any number of threads.
+// Used by streamwise_residual_cpu.cpp. What always holds: sums are made over blocks of TOKEN_BLOCK tokens, then over
+// all blocks in order, so that they are the same bits for any number of threads.
 //
 // Names: n tokens, k streams, d branch width.
 
