@@ -15,7 +15,7 @@ import pytest
 from megatron.run_control.attempts import begin_attempt, end_attempt, read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError
 from megatron.run_control.exit_status import BAD_OPTIONS, HUNG, LOST_PROCESS, SAVED_ON_REQUEST, STOPPED_EARLY
-from megatron.run_control.node_agent import end_earlier, end_leftovers
+from megatron.run_control.node_agent import end_earlier, end_leftovers, script_arguments_now
 from megatron.run_control.progress import read_progress
 from megatron.run_control.recipes import Recipe
 from megatron.run_control.resubmission import resubmission
@@ -68,6 +68,22 @@ def test_a_job_that_ended_without_a_word_counts(run: RunFolder) -> None:
         begin_attempt(run)
     with pytest.raises(LaunchError, match="ended without a word"):
         begin_attempt(run)
+
+
+def test_where_a_run_begins_holds_until_an_attempt_has_saved(tmp_path: Path) -> None:
+    """Here it begins from an older step of the folder that it saves into."""
+    run = RunFolder(tmp_path / "run")
+    run.create(Recipe("pretrain_gpt.py", flags={"ckpt-step": 5}), ROOT)
+    _saved(run, 20)
+    for _ in range(2):
+        begin_attempt(run)
+        assert "--ckpt-step" in script_arguments_now(run), "nothing of its own is saved yet"
+        assert end_attempt(run, 1).again
+    begin_attempt(run)
+    _saved(run, 10)
+    assert end_attempt(run, 1).again
+    begin_attempt(run)
+    assert "--ckpt-step" not in script_arguments_now(run), "it would begin at step 5 again"
 
 
 @pytest.mark.parametrize(("status", "reason"), [(0, "finished"), (LOST_PROCESS, "rank 0 was killed by SIGKILL")])

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.run_control.attempts import write_outcome
+from megatron.run_control.attempts import read_attempts, write_outcome
 from megatron.run_control.errors import LaunchError, said
 from megatron.run_control.exit_status import HUNG, LOST_PROCESS, SAVED_ON_REQUEST, STOPPED_EARLY, describe
 from megatron.run_control.heartbeat import ATTEMPT_VARIABLE, FOLDER_VARIABLE
@@ -91,6 +91,13 @@ def _pass_on_save_signal() -> None:
                 os.kill(pid, SAVE_SIGNAL)
 
 
+def script_arguments_now(run: RunFolder) -> list[str]:
+    """The script's arguments: as launched until an attempt has saved, in a folder that held steps before too (a start
+    from an older one, by --ckpt-step); from then on those that go on from the run's own checkpoint."""
+    has_saved = any(attempt.step_at_end not in (None, attempt.step_at_start) for attempt in read_attempts(run))
+    return run.arguments_now() if has_saved else run.arguments()
+
+
 def torchrun_arguments(run: RunFolder) -> list[str]:
     """torchrun's own arguments, then the script and its flags."""
     settings = run.settings()
@@ -107,13 +114,13 @@ def torchrun_arguments(run: RunFolder) -> list[str]:
             f"--master-addr={os.environ['MASTER_ADDR']}",
             f"--master-port={os.environ['MASTER_PORT']}",
         ]
-    return [*arguments, str(Path(settings["repository"]) / settings["script"]), *run.arguments_now()]
+    return [*arguments, str(Path(settings["repository"]) / settings["script"]), *script_arguments_now(run)]
 
 
 def run_node(run: RunFolder, attempt: int) -> tuple[int, str]:
     """Run torchrun to its end; returns the exit status and the reason as a sentence."""
     limit, start_limit = watchdog_limits()
-    now = run.arguments_now()
+    now = script_arguments_now(run)
     if now != run.arguments():
         given = [name for name in FIRST_START_FLAGS if name in run.arguments() and name not in now]
         given += ["--load"] if run.value_of("load") != run.value_of("save") else []
