@@ -157,7 +157,7 @@ def execute(
     ):
         writer = make_writer(plan.format, folder, plan.entries, plan.common, plan.layout, plan.style)
         try:
-            _write(plan, reader, writer, bar)
+            _write(plan, reader, writer, bar, meter)
             writer.finish()
         except BaseException:
             writer.abandon()
@@ -165,8 +165,9 @@ def execute(
     return Outcome(target, len(plan.steps), plan.nbytes, meter.peak_bytes, layer_bytes(plan.entries))
 
 
-def _write(plan: Plan, reader: Reader, writer: Any, bar: Any) -> None:
+def _write(plan: Plan, reader: Reader, writer: Any, bar: Any, meter: MemoryMeter) -> None:
     done: set[Entry] = set()
+    most = layer_bytes(plan.entries)
     if isinstance(reader, ShardedReader) and isinstance(writer, ShardedWriter):
         done = _copy_stored(plan, reader, writer, bar)
     waiting = 0
@@ -180,6 +181,7 @@ def _write(plan: Plan, reader: Reader, writer: Any, bar: Any) -> None:
         if _copied_in_files(step, reader, writer):
             bar.update(step.info.nbytes)
             continue
+        meter.make_room(step.info.nbytes, most=most)
         source = None if step.source is None else reader.read(step.source)
         if step.make is not None:
             tensor = step.make(source)

@@ -1,6 +1,7 @@
 """The progress bar of a conversion, and how much memory it took.
 
     with MemoryMeter() as meter, progress_bar(total_bytes, "widen") as bar:
+        meter.make_room(tensor.nbytes, most=layer)   # before a tensor: free memory in pieces does not count twice
         bar.update(tensor.nbytes)
     meter.peak_bytes                     # the most that the process held above what it held before
 
@@ -37,17 +38,32 @@ def reuse_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def _give_back_free_memory() -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class MemoryMeter:
     """Measures the peak of this process's resident memory inside a block, above what it was at its start."""
 
     def __enter__(self) -> MemoryMeter:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide what is taken
+        _give_back_free_memory()  # it would hide what is taken
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current value
         self._before = (_status("VmRSS") or 0) if Path("/proc/self/status").exists() else 0
         self.peak_bytes = 0
         return self
+
+    def make_room(self, nbytes: int, *, most: int) -> None:
+        """Give free memory back to the system unless `nbytes` more stay within `most`.
+
+        A freed tensor whose memory holds a small object by now has no room for the next one of its size: without this,
+        what is held would depend on where small objects happen to lie.
+        """
+        if not Path("/proc/self/status").exists():
+            return
+        if (_status("VmRSS") or 0) - self._before + nbytes > most:
+            _give_back_free_memory()
 
     def __exit__(self, *error: object) -> None:
         if Path("/proc/self/status").exists():

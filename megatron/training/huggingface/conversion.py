@@ -105,13 +105,13 @@ def export_checkpoint(
     planned = plan.planned()
     total = sum(tensor.nbytes for tensor in planned)
     check_free(output, total)
+    weights = _weights(reader)
+    largest = layer_bytes({Entry(name): info for name, info in weights.items()})
     with MemoryMeter() as meter, progress_bar(total, "export-hf") as bar:
-        write_export(
-            plan,
-            lambda name: reader.read(Entry(name)),
-            output,
-            max_shard_bytes=max_shard_bytes,
-            progress=bar.update,
-        )
-    weights = {Entry(name): info for name, info in _weights(reader).items()}
-    return Outcome(output, len(planned), total, meter.peak_bytes, layer_bytes(weights))
+
+        def read(name: str) -> Tensor:
+            meter.make_room(weights[name].nbytes, most=largest)
+            return reader.read(Entry(name))
+
+        write_export(plan, read, output, max_shard_bytes=max_shard_bytes, progress=bar.update)
+    return Outcome(output, len(planned), total, meter.peak_bytes, largest)
