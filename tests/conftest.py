@@ -1,10 +1,13 @@
 """The order of the test files: those that take longest come first, so that no worker is left with one at the end.
 
 `./scripts/test.sh` hands whole files to its workers in the order of collection (--no-loadscope-reorder).
+
+What always holds: what the tests start can be interrupted, also where a shell started them in the background.
 """
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,9 @@ LONGEST_FIRST = (
     "test_checkpoint_kills.py",
     "test_streamwise_residual_backends.py",
 )
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `./scripts/test.sh &`: every process would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
