@@ -23,7 +23,7 @@ from benchmarking import (
     machine_line,
     over,
     peak_rise,
-    run_tool,
+    run_measurement,
     spread,
     write_outputs,
 )
@@ -76,5 +76,5 @@ def test_what_cannot_be_measured_is_one_line_and_status_2(error: Exception, caps
     def run() -> None:
         raise error
 
-    assert run_tool(run) == 2
+    assert run_measurement(run) == 2
     assert capsys.readouterr().err.strip() == f"error: {error}"

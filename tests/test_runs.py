@@ -192,6 +192,7 @@ def test_a_reason_reaches_the_terminal_as_text(run: RunFolder) -> None:
 _OTHERS = (
     *("compare_runs", "checkpoint/convert", "generate", "plot_streams", "preprocess_data"),
     *("report_stream_memory", "train_tokenizer"),
+    *("benchmark_convert", "benchmark_streams"),
 )
 
 
@@ -261,3 +262,9 @@ def test_a_place_without_runs_is_an_error(tmp_path: Path, capsys: pytest.Capture
             tool("runs").main(wrong)
         assert ended.value.code == 2
         assert wrong[-1][:3] in capsys.readouterr().err, "the error names what was found"
+
+
+def test_one_absent_place_among_others_is_an_error(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = run.path / "absent"
+    assert tool("runs").main([str(run.path), str(absent), "--once"]) == 2
+    assert capsys.readouterr().err == f"error: {absent}: there is no such folder\n"

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare checkout works without an install
 
 from benchmarking import Column, Report, argument_parser, positive
+from closed_pipe import run_tool
 from quiet_imports import quiet_imports
 
 _VOCABULARY, _POSITIONS = 4096, 128
@@ -219,4 +220,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -46,10 +46,11 @@ from benchmarking import (
     parse,
     positive,
     prepare_process,
-    run_tool,
+    run_measurement,
     spread,
     write_outputs,
 )
+from closed_pipe import run_tool
 
 _NUMBERS = (
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "mem-reserved-bytes", "throughput"),
@@ -221,8 +222,8 @@ def main(argv: list[str] | None = None) -> int:
         found = {"machine": machine(), "results": [asdict(result) for result in results]}
         write_outputs(args, found, [table])
 
-    return run_tool(run)
+    return run_measurement(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -44,9 +44,10 @@ from benchmarking import (
     peak_rise,
     positive,
     prepare_process,
-    run_tool,
+    run_measurement,
     write_outputs,
 )
+from closed_pipe import run_tool
 
 if TYPE_CHECKING:
     import torch
@@ -305,8 +306,8 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts bytes says on stderr when it starts
-    return run_tool(lambda: run(args))
+    return run_measurement(lambda: run(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

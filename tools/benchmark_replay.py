@@ -41,10 +41,11 @@ from benchmarking import (
     parse,
     positive,
     prepare_process,
-    run_tool,
+    run_measurement,
     spread,
     write_outputs,
 )
+from closed_pipe import run_tool
 
 AUTO = "auto"
 
@@ -251,8 +252,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
-    return run_tool(lambda: run(args))
+    return run_measurement(lambda: run(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -59,10 +59,11 @@ from benchmarking import (
     parse,
     positive,
     prepare_process,
-    run_tool,
+    run_measurement,
     spread,
     write_outputs,
 )
+from closed_pipe import run_tool
 
 if TYPE_CHECKING:
     from stream_cases import Case, Shape
@@ -254,8 +255,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
-    return run_tool(lambda: run(args))
+    return run_measurement(lambda: run(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

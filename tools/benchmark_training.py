@@ -45,11 +45,12 @@ from benchmarking import (
     parse,
     positive,
     prepare_process,
-    run_tool,
+    run_measurement,
     spread,
     write_outputs,
     written_beside,
 )
+from closed_pipe import run_tool
 
 if TYPE_CHECKING:
     from training_steps import TrainingModel
@@ -343,8 +344,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
     args = parse_arguments(argv)
-    return run_tool(lambda: run(args))
+    return run_measurement(lambda: run(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -304,7 +304,7 @@ def written_beside(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def run_tool(run: Callable[[], None]) -> int:
+def run_measurement(run: Callable[[], None]) -> int:
     """Run a tool's work, quietly but for what it prints, and return its exit status.
 
     0, 2 for what cannot be measured or written, 130 interrupted.

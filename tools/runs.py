@@ -12,7 +12,7 @@ that says what becomes of the run cannot be read; the problem says which). A los
 that cannot be read, are problems in every state.
 
 What always holds: only run folders are read, nothing is written and no scheduler is asked. Exit status: 0, or 2 when
-there is no run.
+there is no run or a PLACE is no folder.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     places = [Path(place) for place in args.places]
+    if absent := [place for place in places if not place.is_dir()] if len(places) > 1 else []:
+        print(f"error: {printable(', '.join(map(str, absent)))}: there is no such folder", file=sys.stderr)
+        return 2
     if not find_runs(places):
         print(f"error: no run in {printable(', '.join(args.places))}: a run has a launch.json", file=sys.stderr)
         return 2
