@@ -112,7 +112,14 @@ def test_a_variant_is_compared_with_the_reference_that_has_its_other_settings(tm
             "axes: retention contradicts streams: 1, for the ordinary model has no streams. Write axes as a list",
         ),
         ("base: base.yaml\naxes: {streams: [1, 2], replay: [true]}\nseeds: [1]", "axes: replay contradicts streams: 1"),
-        ("base: base.yaml\naxes: {streams: 1, lr: 1, learning-rate: 1}\nseeds: [1]", "lr and learning-rate both set"),
+        (
+            "base: base.yaml\naxes: {streams: 1, lr: 1, learning-rate: 1}\nseeds: [1]",
+            "axes: lr and axes: learning-rate both set",
+        ),
+        (
+            "base: base.yaml\nflags: {lr: 1e-3}\naxes: {learning-rate: [1e-3, 2e-3]}\nseeds: [1]",
+            "flags: lr and axes: learning-rate both set --lr",
+        ),
         ("base: base.yaml\naxes: [{streams: 1}, {streams: [1, 2]}]\nseeds: [1]", "are the same run"),
         (
             "base: base.yaml\naxes: {streams: 1, learning-rate: [1e-3, 0.001]}\nseeds: [1]",

@@ -30,6 +30,15 @@ def test_the_launch_adds_where_to_save_and_how_to_be_asked_but_never_over_a_flag
     assert pairs["--tensorboard-dir"] == str(tmp_path / "tensorboard")
 
 
+@pytest.mark.parametrize(
+    "flags", [{"exit-signal": "SIGTERM"}, {"exit-signal-handler": False}, {"exit-signal": False}], ids=str
+)
+def test_a_run_that_would_not_save_when_it_is_preempted_is_refused(tmp_path: Path, flags: dict) -> None:
+    with pytest.raises(LaunchError, match="the launcher asks runs to save by SIGUSR2"):
+        RunFolder(tmp_path / "run").create(Recipe("a.py", flags=flags), ROOT)
+    assert not (tmp_path / "run" / "launch.json").exists()
+
+
 def test_a_run_folder_refuses_another_run_and_says_both_values(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     recipe = Recipe("a.py", 2, {"A": "1"}, {"lr": 1, "data-path": ["a", "b"], "bf16": True})

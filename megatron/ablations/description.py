@@ -232,14 +232,14 @@ def _combinations(file: Path, axes: object) -> Iterator[dict[str, object]]:
 def _variants(file: Path, content: Mapping, base: Recipe) -> list[Variant]:
     variants: list[Variant] = []
     for settings in _combinations(file, content["axes"]):
-        set_by: dict[str, str] = {}
+        set_by = {name: f"flags: {name}" for name in _table(file, content, "flags")}
         flags: dict[str, FlagValue] = {}
         for axis, value in settings.items():
             new = flags_of(axis, value, base.flags)
             for name in new:
                 if name in set_by:
-                    raise LaunchError(f"axes: {set_by[name]} and {axis} both set --{name}: keep one of them")
-                set_by[name] = axis
+                    raise LaunchError(f"{set_by[name]} and axes: {axis} both set --{name}: keep one of them")
+                set_by[name] = f"axes: {axis}"
             flags |= new
         recipe = replace(base, flags=_laid_over(base.flags, flags))
         check_streams(recipe.flags, settings)

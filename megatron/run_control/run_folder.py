@@ -36,7 +36,7 @@ from typing import IO, Any
 from megatron.run_control.environment import check_argument, check_text
 from megatron.run_control.errors import LaunchError, why_no_folder
 from megatron.run_control.limits import whole_number
-from megatron.run_control.recipes import Recipe, flag_arguments
+from megatron.run_control.recipes import FlagValue, Recipe, flag_arguments
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SETTINGS = {"script": str, "processes": int, "environment": dict, "repository": str, "folder": str}  # of launch.json
@@ -59,6 +59,9 @@ OWNED_FLAGS = {
         _OWN_PLACE,
     ),
 }
+
+# How the launcher asks a run to save.
+_ASKED: dict[str, FlagValue] = {"exit-signal-handler": True, "exit-signal": "SIGUSR2"}
 
 # Flags that say where a run begins; once it has a checkpoint of its own, that does.
 FIRST_START_FLAGS = ("--finetune", "--ckpt-step", "--no-load-optim", "--no-load-rng")
@@ -286,14 +289,19 @@ def _opened_in(folder: Path, name: str) -> IO[str]:
 
 def script_arguments(recipe: Recipe, folder: Path) -> list[str]:
     """The recipe's flags and those that every launched run needs: where it saves and logs, and how it is asked to save.
-    A value in the recipe always wins."""
+    A value in the recipe always wins, but for how it is asked. Raises LaunchError for that."""
     flags = dict(recipe.flags)
+    for name, wanted in _ASKED.items():
+        if flags.get(name, wanted) != wanted:
+            raise LaunchError(
+                f"--{name} {flags[name]}: {OWNED_FLAGS['exit-signal']}, and a run that does not save then loses its "
+                "steps when it is preempted; leave the flag out"
+            )
     ours = {
         "save": str(folder / "checkpoints"),
         "load": flags.get("save", str(folder / "checkpoints")),
         "tensorboard-dir": str(folder / "tensorboard"),
-        "exit-signal-handler": True,
-        "exit-signal": "SIGUSR2",
+        **_ASKED,
     }
     if "wandb-project" in flags:
         ours |= {"wandb-exp-name": folder.name, "wandb-save-dir": str(folder)}
