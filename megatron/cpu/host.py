@@ -56,6 +56,7 @@ def cpu_host() -> Iterator[None]:
     from megatron.cpu.device import install_device
     from megatron.cpu.eager import install_eager
     from megatron.cpu.memory import install_memory
+    from megatron.cpu.optimizers import install_optimizers
     from megatron.cpu.replacements import Replacements
     from megatron.cpu.rng import install_rng
     from megatron.patches import (
@@ -77,6 +78,7 @@ def cpu_host() -> Iterator[None]:
         apply_patches((module.PATCH for module in patches), replaced)
         install_eager(replaced)
         install_memory(replaced)
+        install_optimizers(replaced)
         install_rng(replaced)
         install_device(replaced)
         _cpu_host_is_in_use = True

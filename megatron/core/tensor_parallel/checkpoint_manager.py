@@ -22,6 +22,8 @@ import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
+from megatron.core.tensor_parallel.storage_sharing import prepare_storage_sharing
+
 _R = TypeVar("_R")
 
 
@@ -72,6 +74,7 @@ class CheckpointWithoutOutputManager:
         if not hook_tensor.requires_grad:
             self._checkpoints.clear()
             return
+        prepare_storage_sharing()
         for checkpoint in self._checkpoints:
             for output in checkpoint.outputs:
                 output.untyped_storage().resize_(0)
