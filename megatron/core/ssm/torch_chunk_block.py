@@ -48,9 +48,14 @@ class Span:
         return tensor_bl.narrow(1, self.start, self.chunks * self.size).unflatten(1, (self.chunks, self.size))
 
 
-def _spans(length: int, chunk_size: int, scores_per_chunk: int, device_type: str) -> Iterator[Span]:
-    """Whole chunks in blocks of bounded scores, then the rest as one shorter chunk."""
-    at_once = max(1, _SCORES_PER_BLOCK.get(device_type, 1 << 26) // scores_per_chunk)
+def chunks_at_once(batch: int, heads: int, chunk_size: int, device_type: str) -> int:
+    """How many whole chunks make a block."""
+    scores_per_chunk = max(1, batch * heads * chunk_size**2)
+    return max(1, _SCORES_PER_BLOCK.get(device_type, 1 << 26) // scores_per_chunk)
+
+
+def _spans(length: int, chunk_size: int, at_once: int) -> Iterator[Span]:
+    """Whole chunks in blocks, then the rest as one shorter chunk."""
     whole, rest = divmod(length, chunk_size)
     for first in range(0, whole, at_once):
         yield Span(first * chunk_size, min(at_once, whole - first), chunk_size)
@@ -202,8 +207,8 @@ class ScanInputs:
     def spans(self) -> list[Span]:
         """The blocks of this call."""
         batch, length, heads, _ = self.x.shape
-        scores_per_chunk = batch * heads * self.chunk_size**2
-        return list(_spans(length, self.chunk_size, max(1, scores_per_chunk), self.x.device.type))
+        at_once = chunks_at_once(batch, heads, self.chunk_size, self.x.device.type)
+        return list(_spans(length, self.chunk_size, at_once))
 
     def skip_per_head(self) -> Tensor | None:
         """D [h], where it is one number per head."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.core.ssm.torch_accumulation import accumulation_dtype
 from megatron.core.ssm.torch_causal_conv1d import causal_conv1d
+from megatron.core.ssm.torch_chunk_block import chunks_at_once
 from megatron.core.ssm.torch_chunk_scan import chunk_scan
 from megatron.core.ssm.torch_gated_norm import gated_rms_norm
 
@@ -29,6 +30,14 @@ from megatron.core.ssm.torch_gated_norm import gated_rms_norm
 # with tools/benchmark_mamba.py.
 COMPUTED_CHUNK_SIZE = 64
 _NO_LIMIT = (0.0, math.inf)
+
+
+def tokens_per_kept_state(batch: int, heads: int, device_type: str) -> int:
+    """Tokens of a sequence for which the backward of a scan keeps one state: a length grown by so many keeps one more.
+
+    So what a scan keeps is linear in the length only in steps of so many tokens.
+    """
+    return COMPUTED_CHUNK_SIZE * chunks_at_once(batch, heads, COMPUTED_CHUNK_SIZE, device_type)
 
 
 def mamba_chunk_scan_combined(
