@@ -30,6 +30,7 @@ from megatron.core.transformer.residual_connection import (
     ResidualConnection,
     ResidualConnectionState,
 )
+from megatron.core.transformer.residual_recompute_blocks import block_ends
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE, get_wide_residual_config
 
@@ -106,20 +107,6 @@ def _check_pairs(num_layers: int, atomic_layer_pairs: Sequence[tuple[int, int]])
     return firsts
 
 
-def _block_ends(num_layers: int, block_size: int, firsts: set[int]) -> list[bool]:
-    """Return for each layer whether a block ends there; no block ends on the first layer of a pair."""
-    ends = [False] * num_layers
-    start = 0
-    while start < num_layers:
-        end = min(start + block_size, num_layers) - 1
-        if end in firsts:
-            # Shorten the block; when the pair is all there is in it, take the pair whole.
-            end = end - 1 if end > start else end + 1
-        ends[end] = True
-        start = end + 1
-    return ends
-
-
 def build_residual_stream_recompute_plan(
     num_layers: int,
     block_size: int | None,
@@ -149,7 +136,7 @@ def build_residual_stream_recompute_plan(
     firsts = _check_pairs(num_layers, atomic_layer_pairs)
     plan: list[ResidualStreamRecomputeContext] = []
     manager = CheckpointWithoutOutputManager()
-    for is_block_end in _block_ends(num_layers, block_size or max(num_layers, 1), firsts):
+    for is_block_end in block_ends(num_layers, block_size or max(num_layers, 1), firsts):
         plan.append(ResidualStreamRecomputeContext(manager, is_block_end))
         if is_block_end:
             manager = CheckpointWithoutOutputManager()
