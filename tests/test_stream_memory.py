@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.transformer.residual_recompute import build_residual_stream_recompute_plan
 from megatron.training.stream_memory import (
     BRANCHES_PER_LAYER,
     StageLoad,
@@ -88,23 +90,52 @@ def test_a_norm_that_is_part_of_its_read_saves_its_statistics_alone() -> None:
     assert apart.eager_layer(0) - fused.eager_layer(0) == 2 * 20
     assert apart.rebuilt(3) - fused.rebuilt(3) == 6 * 20
     assert apart.replayed_layer(0) == fused.replayed_layer(0)
-    moved = [replay_work(2, 2, costs, 10).bytes_moved for costs in (apart, fused)]
+    moved = [replay_work(StageLoad(2), 2, costs, 10).bytes_moved for costs in (apart, fused)]
     assert moved[0] - moved[1] == 4 * 2 * 20, "the norm reads nothing and writes what the read wrote"
 
 
 def test_replayed_work_is_counted_by_hand() -> None:
     # Two layers in one block, K=4: 4 reads (K + 1), 4 norms (2) and 3 writes (2K + 1).
-    work = replay_work(2, 2, plain_costs(4), 1)
+    work = replay_work(StageLoad(2), 2, plain_costs(4), 1)
     assert work.bytes_moved == 4 * 5 + 4 * 2 + 3 * 9
     assert work.flops == 4 * (7 + 8) + 3 * 8
     # Blocks of one layer replay one write each.
-    assert replay_work(2, 1, plain_costs(4), 1).bytes_moved == 4 * 5 + 4 * 2 + 2 * 9
+    assert replay_work(StageLoad(2), 1, plain_costs(4), 1).bytes_moved == 4 * 5 + 4 * 2 + 2 * 9
 
 
 def test_blocks_are_those_of_the_plan() -> None:
-    assert blocks_of(5, 2) == [2, 2, 1]
-    assert blocks_of(4, 9) == [4]
-    assert blocks_of(0, 2) == []
+    def sizes(num_layers: int, block_size: int) -> list[int]:
+        return [block.layers for block in blocks_of(StageLoad(num_layers), block_size)]
+
+    assert sizes(5, 2) == [2, 2, 1]
+    assert sizes(4, 9) == [4]
+    assert sizes(0, 2) == []
+
+
+@given(st.integers(1, 24), st.integers(1, 9), st.sets(st.integers(0, 22)))
+@settings(deadline=None)
+def test_blocks_with_shortcut_pairs_are_those_of_the_plan(num_layers: int, size: int, drawn: set[int]) -> None:
+    firsts = [first for first in drawn if first + 1 < num_layers and first - 1 not in drawn]
+    pairs = tuple((first, first + 1) for first in firsts)
+    plan = build_residual_stream_recompute_plan(num_layers, size, atomic_layer_pairs=pairs)
+    blocks = blocks_of(StageLoad(num_layers, pairs=pairs), size)
+    assert list(accumulate(block.layers for block in blocks)) == [
+        layer + 1 for layer, context in enumerate(plan) if context.is_block_end
+    ]
+    assert sum(block.pairs for block in blocks) == len(pairs), "a pair is in no block, or in two"
+
+
+def test_a_shortcut_pair_is_counted_by_hand() -> None:
+    # K=4, one branch a layer: blocks of two for N=1, each with 3 reads and norms (2 each) and one rebuilt write (4).
+    costs = StreamCosts.of_layout(4, 1, branch_itemsize=1, stream_itemsize=1, branches_per_layer=1)
+    chunk = StageLoad(4, in_flight=3, pairs=((0, 1), (2, 3)))
+    assert replay_peak(chunk, costs, 1) == 3 * 2 * 4 + 3 * 2 + 4
+    assert replay_peak(StageLoad(4, 3), costs, 1) == 3 * 4 * 4 + 2
+    # The third norm finds its stream saved in the ordinary model; the wide one saves what it read, and replay neither
+    # that nor its output.
+    assert costs.eager_shortcut == 1
+    assert costs.replayed_shortcut == -1
+    assert replay_work(chunk, 1, costs, 1).bytes_moved == 2 * (3 * 5 + 3 * 2 + 9)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,11 @@ def test_auto_takes_the_block_that_the_report_marks(pipeline: int, monkeypatch: 
 def auto_of(pattern: str, *, micro_batches: int = 1, **config_options: Any) -> int:
     """The block that `auto` takes for a hybrid of 4 streams without biases and dropout."""
     args = Namespace(
-        hybrid_layer_pattern=pattern, global_batch_size=micro_batches, micro_batch_size=1, data_parallel_size=1
+        hybrid_layer_pattern=pattern,
+        moe_shortcut_connection=False,
+        global_batch_size=micro_batches,
+        micro_batch_size=1,
+        data_parallel_size=1,
     )
     layers = len(pattern.split("/")[0].replace("|", ""))
     config = transformer_config(num_layers=layers, add_bias_linear=False, **config_options)

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Prints what a wide GPT keeps for the backward on every pipeline stage: ordinary, wide, and with replay.
+"""Prints what a wide GPT or hybrid keeps for the backward on every pipeline stage: ordinary, wide, and with replay.
 
     python tools/report_stream_memory.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 \\
         --seq-length 1024 --wide-residual 4 --bf16
+    python tools/report_stream_memory.py --hybrid-layer-pattern "M*-M-|M*-M-" --pipeline-model-parallel-size 2 ...
     python tools/report_stream_memory.py --checkpoint runs/wide/checkpoints --json memory.json
     python tools/report_stream_memory.py --measure --plot memory.png -- --num-layers 12 ...
 
 The model is given by Megatron's own flags, or by those that a checkpoint stores (torch_dist or plain format); flags
-given besides come first where the checkpoint leaves them open. What --micro-batch-size and --max-position-embeddings
-leave open is 1 and the sequence length. The process count is the smallest that the layout needs, and without
---global-batch-size there are micro-batches enough to fill the pipeline.
+given besides come first where the checkpoint leaves them open. With --hybrid-layer-pattern (M, *, - and E, shortcut MoE
+too) it is a hybrid of pretrain_mamba.py, else a GPT of pretrain_gpt.py. What --micro-batch-size and
+--max-position-embeddings leave open is 1 and the sequence length. The process count is the smallest that the layout
+needs, and without --global-batch-size there are micro-batches enough to fill the pipeline.
 
-Layers of --transformer-impl local are built on the CPU, two at a time and at short lengths, so any machine can answer
-for any layout. docs/wide.md says what is counted. The block size marked `best` is the one that
---residual-stream-recompute-num-layers auto takes.
+Layers of --transformer-impl local, Mamba layers on PyTorch's operators, are built on the CPU, two at a time and at
+short lengths, so any machine can answer for any layout. docs/memory.md says what is counted. The block size marked
+`best` is the one that --residual-stream-recompute-num-layers auto takes.
 
 What always holds: nothing is trained, and files are written beside and renamed into place. Exit status: 0 done, 2 bad
 options.
@@ -49,11 +51,12 @@ class ReportError(Exception):
 def parse_own_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this tool's options, and the flags that are Megatron's."""
     parser = argparse.ArgumentParser(
-        description="Saved activation bytes of a wide GPT on every pipeline stage: the ordinary model, wide without "
-        "replay, and wide with replay for each block size.",
+        description="Saved activation bytes of a wide GPT or hybrid on every pipeline stage: the ordinary model, wide "
+        "without replay, and wide with replay for each block size.",
         epilog="All other flags are Megatron's and say what the model is, for example: "
         "report_stream_memory.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
-        "--wide-residual 4 --bf16 --pipeline-model-parallel-size 2",
+        "--wide-residual 4 --bf16 --pipeline-model-parallel-size 2. With --hybrid-layer-pattern the model is a hybrid "
+        "of M Mamba-2, * attention, - MLP and E MoE layers, | between pipeline segments; a layer is one symbol then.",
         usage="%(prog)s [options] [--] MEGATRON_FLAGS",
         allow_abbrev=False,
     )
@@ -80,6 +83,35 @@ def parse_own_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]
     return own, [flag for flag in megatron_flags if flag != "--"]
 
 
+def refuse_prediction_depths(args: argparse.Namespace) -> None:
+    """Refuse multi-token prediction, as soon as the arguments say it."""
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    main, *depths = pattern.split("/")
+    if args.use_checkpoint_args and (depths or args.mtp_num_layers):
+        raise ReportError(
+            "the checkpoint's model has multi-token prediction, whose layers are not counted here; give the model's "
+            "flags without it instead of the checkpoint"
+        )
+    if depths:
+        raise ReportError(
+            f"--hybrid-layer-pattern {pattern}: the layers of multi-token prediction, after '/', have no streams and "
+            f'are not counted here; give --hybrid-layer-pattern "{main}"'
+        )
+    if args.mtp_num_layers:
+        raise ReportError("--mtp-num-layers: the layers of multi-token prediction are not counted here; leave it out")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Refuse what the training script of the model refuses, before all other checks."""
+    from megatron.training.hybrid_arguments import given_pattern
+    from megatron.training.model_kinds import MODEL_KINDS, as_choice_error
+
+    refuse_prediction_depths(args)
+    with as_choice_error():
+        is_hybrid = given_pattern(args) is not None
+    MODEL_KINDS["hybrid" if is_hybrid else "gpt"].check(args)
+
+
 def complete_arguments(args: argparse.Namespace) -> None:
     """Set what a memory report needs and the user may leave open, before upstream validates."""
     if args.wide_residual is None:
@@ -88,13 +120,6 @@ def complete_arguments(args: argparse.Namespace) -> None:
                 "the checkpoint's model has one residual stream; give its flags and --wide-residual K instead of it"
             )
         raise ReportError("no --wide-residual K given: there are no wide streams to report on; give 2 or more")
-    if args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None:
-        if args.use_checkpoint_args:
-            raise ReportError("the checkpoint's model is a hybrid; this report knows GPT models only")
-        given = "--hybrid-layer-pattern" if args.hybrid_layer_pattern is not None else "--hybrid-override-pattern"
-        raise ReportError(f"{given}: this report knows GPT models only; leave it out")
-    if args.mtp_num_layers:
-        raise ReportError("--mtp-num-layers: the layers of multi-token prediction are not counted here; leave it out")
     if args.recompute_granularity == "full":
         raise ReportError("--recompute-granularity full keeps no streams to replay; leave it out, or use selective")
     if args.experimental_attention_variant is not None:
@@ -115,17 +140,20 @@ def complete_arguments(args: argparse.Namespace) -> None:
 
 
 def megatron_arguments(own: argparse.Namespace, flags: list[str]) -> argparse.Namespace:
-    """Parse and validate Megatron's flags as pretrain_gpt.py does; ReportError for what it refuses."""
+    """Parse and validate Megatron's flags as the training scripts do; ReportError for what it refuses."""
     from megatron.training.pretrain_entry import ARGUMENT_EXTENSIONS, ArgumentExtension, validated_arguments
 
     if own.checkpoint is not None:
         flags = [*flags, "--load", str(own.checkpoint), "--use-checkpoint-args"]
-    ours = ArgumentExtension(lambda parser: parser, before_validation=complete_arguments)
+    first = ArgumentExtension(
+        lambda parser: parser, before_restoring=refuse_prediction_depths, before_validation=check_model
+    )
+    last = ArgumentExtension(lambda parser: parser, before_validation=complete_arguments)
     before, said = sys.argv, io.StringIO()
     sys.argv = [before[0], *flags]
     try:
         with contextlib.redirect_stdout(said):
-            return validated_arguments("cpu", (*ARGUMENT_EXTENSIONS, ours))
+            return validated_arguments("cpu", (first, *ARGUMENT_EXTENSIONS, last))
     finally:
         sys.argv = before
 
@@ -134,6 +162,7 @@ def make_report(own: argparse.Namespace, flags: list[str]) -> StreamMemoryReport
     """Build the report on the CPU host."""
     from megatron.cpu.host import cpu_host
     from megatron.training.data.errors import DataError
+    from megatron.training.local_defaults import LocalChoiceError
 
     with cpu_host():
         try:
@@ -144,6 +173,8 @@ def make_report(own: argparse.Namespace, flags: list[str]) -> StreamMemoryReport
 
                 with lone_rank(args):
                     return build_report(args, measure=own.measure)
+        except LocalChoiceError as error:
+            raise ReportError(str(error)) from error  # with the line that points into a pattern
         except (DataError, ValueError, TypeError, RuntimeError) as error:
             raise ReportError(str(error).splitlines()[0]) from error
 
@@ -163,8 +194,11 @@ def _name(row: Row, best: int) -> str:
 def _headline(model: dict[str, Any]) -> str:
     layout = f"TP {model['tensor_parallel']}{' SP' if model['sequence_parallel'] else ''}"
     layout += f", PP {model['pipeline_parallel']} x {model['virtual_pipeline_chunks']}"
+    layers = f"{model['num_layers']} layers"
+    if model["hybrid_layer_pattern"] is not None:
+        layers += f" {model['hybrid_layer_pattern']}"
     return (
-        f"{model['num_layers']} layers, D={model['hidden_size']}, K={model['num_streams']}, {model['dtype']}"
+        f"{layers}, D={model['hidden_size']}, K={model['num_streams']}, {model['dtype']}"
         f"{' with an fp32 stream' if model['fp32_residual_connection'] else ''}, {model['seq_length']} tokens x "
         f"{model['micro_batch_size']}, {layout}\n"
         "MiB on one rank. kept: for one micro-batch; rebuilt: by replay, in one block; held: at most, by all\n"
@@ -181,9 +215,11 @@ def print_report(report: StreamMemoryReport, measured: bool) -> None:
     console = Console()
     console.print(_headline(report.model), highlight=False, soft_wrap=True)
     for stage in report.stages:
-        chunks = "+".join(map(str, stage.chunk_layers))
+        chunks = "+".join(map(str, stage.chunk_layers)) + " layers"
+        if stage.chunk_patterns is not None:
+            chunks += f" {' + '.join(stage.chunk_patterns)}"
         of_what = "micro-batches" if len(stage.chunk_layers) == 1 else "forwards of a chunk"
-        table = Table(title=f"stage {stage.stage}: {chunks} layers, {stage.in_flight} {of_what} in flight")
+        table = Table(title=f"stage {stage.stage}: {chunks}, {stage.in_flight} {of_what} in flight")
         table.add_column("model", no_wrap=True)
         for column in ["kept", "rebuilt", "held", "x", "GFLOP", "GB", *(["kept*", "held*"] if measured else [])]:
             table.add_column(column, justify="right", no_wrap=True)

@@ -1,13 +1,14 @@
-"""Activation bytes that the layers of a GPT keep for the backward, from real layers: measured here, or extrapolated.
+"""Activation bytes that a model's layers keep for the backward, from real layers: measured here, or extrapolated.
 
     with lone_rank(args):                                              # process groups of one rank of the layout
         fit = fit_layers(args, "dense")                                # two short stacks of the ordinary model
-        fit.layer(args.seq_length)                                     # bytes of one layer at any sequence length
+        fit.layer(args.seq_length)                                     # bytes of one layer of that kind
         measure_stack(args, ["dense"] * 12, num_streams=4, block_size=2)      # what a whole stack really holds
 
 A layer's bytes are a quadratic in the sequence length (linear but for attention scores and masks), so stacks of one and
 two layers at three short lengths give it exactly. The second layer's share is that of a layer; what one layer has more
-is what layers share (the attention mask, rotary angles).
+is what layers share (the attention mask, rotary angles). A Mamba layer on PyTorch's operators keeps one state for every
+so many tokens: its lengths are that far apart from each other and from the asked one. Kinds: layer_kinds.py.
 
 What always holds: real layers of the asked widths under the asked flags, on one rank of a tensor-parallel group. The
 collectives of that group are PyTorch's fake ones, which leave tensors as they are: values mean nothing, sizes do.
@@ -20,21 +21,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from math import lcm
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.core import parallel_state
+from megatron.core.ssm.torch_mamba_operators import use_torch_mamba_operators
+from megatron.core.ssm.torch_mamba_scan import tokens_per_kept_state
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
 from megatron.cpu.replacements import Replacements
 from megatron.training.earlier_experts import set_aside_earlier_experts
 from megatron.training.held_memory import HeldForBackward
+from megatron.training.hybrid_builders import hybrid_model_config_from_args
+from megatron.training.layer_kinds import MOE, is_hybrid, is_pair, layers_in
 from megatron.training.wide_residual_arguments import WIDE_RESIDUAL_ARGUMENTS
 from megatron.training.wide_residual_builders import gpt_model_config_from_args
-
-LayerKind = Literal["dense", "moe"]
 
 _VOCABULARY = 128  # of the output layer, which is built and not run
 _SHORTEST_SEQUENCE = 32
@@ -42,7 +47,8 @@ _SHORTEST_SEQUENCE = 32
 
 @contextmanager
 def lone_rank(args: Namespace) -> Iterator[None]:
-    """Process groups as the first rank of a tensor-parallel group sees them, without the other ranks."""
+    """Process groups as the first rank of a tensor-parallel group sees them, without the other ranks; and what the
+    layers need on the CPU host."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     size = args.tensor_model_parallel_size
@@ -50,26 +56,19 @@ def lone_rank(args: Namespace) -> Iterator[None]:
     try:
         parallel_state.initialize_model_parallel(size)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        yield
+        with Replacements() as replaced:
+            if is_hybrid(args):
+                use_torch_mamba_operators(replaced, "cpu")
+            yield
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 
-def layer_kinds(args: Namespace) -> list[LayerKind]:
-    """Return the kind of every layer of the model: which ones have experts."""
-    if args.num_experts is None:
-        return ["dense"] * args.num_layers
-    frequency = args.moe_layer_freq
-    if isinstance(frequency, int):
-        return ["dense" if layer % frequency else "moe" for layer in range(args.num_layers)]
-    return ["moe" if has_experts else "dense" for has_experts in frequency]
-
-
 def stack_arguments(
-    args: Namespace, kinds: Sequence[LayerKind], num_streams: int | None, block_size: int | None
+    args: Namespace, kinds: Sequence[str], num_streams: int | None, block_size: int | None
 ) -> Namespace:
-    """Return the arguments of a model of these layers on one pipeline stage; replay with a block_size."""
+    """Return the arguments of a model of layers of these kinds on one pipeline stage; replay with a block_size."""
     modules = [module for module in args.recompute_modules or () if module != RESIDUAL_STREAM_MODULE]
     granularity = args.recompute_granularity
     if block_size is not None:
@@ -77,7 +76,7 @@ def stack_arguments(
         modules = [*(modules if granularity == "selective" else ()), RESIDUAL_STREAM_MODULE]
         granularity = "selective"
     changed: dict[str, Any] = {
-        "num_layers": len(kinds),
+        "num_layers": sum(map(layers_in, kinds)),
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
@@ -92,18 +91,24 @@ def stack_arguments(
         "padded_vocab_size": _VOCABULARY * args.tensor_model_parallel_size,
     }
     if args.num_experts is not None:
-        changed["moe_layer_freq"] = [int(kind == "moe") for kind in kinds]
         changed["num_experts"] = args.num_experts // args.expert_model_parallel_size
+    if is_hybrid(args):
+        changed["hybrid_layer_pattern"] = "".join(kinds)
+        changed["moe_shortcut_connection"] = any(map(is_pair, kinds))  # it wants a pair
+        changed["moe_shortcut_parallel"] = False
+    elif args.num_experts is not None:
+        changed["moe_layer_freq"] = [int(kind == MOE) for kind in kinds]
     if num_streams is None:
         changed |= dict.fromkeys(WIDE_RESIDUAL_ARGUMENTS)
     return Namespace(**{**vars(args), **changed})
 
 
 def build_stack(
-    args: Namespace, kinds: Sequence[LayerKind], *, num_streams: int | None, block_size: int | None, head: bool
+    args: Namespace, kinds: Sequence[str], *, num_streams: int | None, block_size: int | None, head: bool
 ) -> Any:
     """Build a pipeline stage without embedding and loss: layers, and with head the final norm (and the readout)."""
-    config = gpt_model_config_from_args(stack_arguments(args, kinds, num_streams, block_size))
+    config_from_args = hybrid_model_config_from_args if is_hybrid(args) else gpt_model_config_from_args
+    config: Any = config_from_args(stack_arguments(args, kinds, num_streams, block_size))
     config.should_pad_vocab = False
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = config.get_builder_cls()(config).build_model(groups, pre_process=False, post_process=head)
@@ -139,7 +144,7 @@ def hold(model: Any, args: Namespace, seq_length: int, num_streams: int | None, 
 
 def measure_stack(
     args: Namespace,
-    kinds: Sequence[LayerKind],
+    kinds: Sequence[str],
     *,
     num_streams: int | None = None,
     block_size: int | None = None,
@@ -178,14 +183,35 @@ class LayerFit:
         return round(total)
 
 
-def fit_layers(args: Namespace, kind: LayerKind) -> LayerFit:
-    """Fit the bytes of the ordinary model's layers of a kind. With an fp32 residual stream: those of its branches'
-    dtype, since PyTorch's norms refuse an fp32 stream beside weights of 16 bits."""
+def _fit_lengths(args: Namespace, model: Any) -> tuple[int, int, int]:
+    """Three short sequence lengths through which a layer's bytes at args.seq_length can be told."""
+    shortest = max(_SHORTEST_SEQUENCE, 4 * (args.num_experts or 0)) * args.tensor_model_parallel_size
+    device = torch.empty(0, device=torch.cuda.current_device()).device.type
+    period = lcm(
+        *(
+            tokens_per_kept_state(args.micro_batch_size, module.nheads_local_tp, device)
+            for module in model.modules()
+            if isinstance(module, MambaMixer)
+        )
+    )
+    step = -(-shortest // period) * period
+    first = args.seq_length % period
+    if first < shortest:
+        first += step
+    return first, first + step, first + 2 * step
+
+
+def fit_layers(args: Namespace, kind: str) -> LayerFit:
+    """Fit the bytes of the ordinary model's layers of a kind, to be asked at args.seq_length.
+
+    With an fp32 residual stream: those of its branches' dtype, since PyTorch's norms refuse an fp32 stream beside
+    weights of 16 bits.
+    """
     narrow = Namespace(**{**vars(args), "fp32_residual_connection": False})
-    step = max(_SHORTEST_SEQUENCE, 4 * (args.num_experts or 0)) * args.tensor_model_parallel_size
-    lengths = (step, 2 * step, 3 * step)
+    lengths: tuple[int, ...] = ()
     counts = []
-    for layers in (1, 2):
-        model = build_stack(narrow, [kind] * layers, num_streams=None, block_size=None, head=False)
+    for number in (1, 2):
+        model = build_stack(narrow, [kind] * number, num_streams=None, block_size=None, head=False)
+        lengths = lengths or _fit_lengths(args, model)
         counts.append(tuple(hold(model, narrow, length, None, backward=False).kept for length in lengths))
     return LayerFit(lengths, *counts)

@@ -13,6 +13,10 @@ part of them, and what the norm saves) and n-1 writes (K*D each). What is saved 
 rebuilt grows; they meet near sqrt(K*B/(K+1)) branches a block, B branches on the stage (K+2 where norms are not part of
 reads). What attention and MLP keep inside does not depend on the block.
 
+A layer of a hybrid stack has one branch, so that no operation writes a stream and reads it. A pair of shortcut MoE has
+three reads and two writes: the routed experts read the stream that the layer ahead of them reads too, which is kept
+once, and their norm's output goes under replay; their own update is part of the MoE layer's.
+
 A stage of a pipeline keeps several micro-batches at once (`micro_batches_in_flight`) and rebuilds one block at a time.
 
 What always holds: pure arithmetic, no torch; bytes are per token of this rank and per micro-batch unless said
@@ -23,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.core.transformer.residual_recompute_blocks import block_ends
 
 BRANCHES_PER_LAYER = 2  # attention and MLP
 
@@ -42,6 +48,7 @@ class StreamCosts:
         new_update: whether that is a tensor of its own.
         mask: what dropout of the update saves.
         norm: what a norm saves, its input included where it saves it.
+        norm_input: that input; 0 where it is not saved.
         fused_norm: what it saves where it is part of the read of a branch; None where it is not.
         bare_read: a branch's input where the norm does not save it, else 0.
         branches_per_layer: 2 for a Transformer layer.
@@ -56,6 +63,7 @@ class StreamCosts:
     new_update: bool = False
     mask: int = 0
     norm: int = 0
+    norm_input: int = 0
     fused_norm: int | None = None
     bare_read: int = 0
     branches_per_layer: int = BRANCHES_PER_LAYER
@@ -93,6 +101,7 @@ class StreamCosts:
             new_update=new_update,
             mask=mask_bytes,
             norm=branch if norm_bytes is None else norm_bytes,
+            norm_input=branch if norm_saves_input else 0,
             fused_norm=fused_norm_bytes,
             bare_read=0 if norm_saves_input or fused_norm_bytes is not None else branch,
             branches_per_layer=branches_per_layer,
@@ -111,6 +120,21 @@ class StreamCosts:
         return ordinary_layer - self.branches_per_layer * (self.norm_of_stream + self.mask)
 
     @property
+    def eager_shortcut(self) -> int:
+        """Bytes that the third read of a pair keeps without replay, over those of its norm in the ordinary model."""
+        return self.branch_norm - self.second_norm
+
+    @property
+    def replayed_shortcut(self) -> int:
+        """The same with replay: what its norm saves is gone, and its output."""
+        return -self.second_norm - self.branch
+
+    @property
+    def second_norm(self) -> int:
+        """Bytes that a second norm of one stream saves: the stream is there already."""
+        return self.norm - self.norm_input
+
+    @property
     def branch_norm(self) -> int:
         """Bytes that the norm of a wide branch saves."""
         return self.norm if self.fused_norm is None else self.fused_norm
@@ -125,12 +149,13 @@ class StreamCosts:
         """Bytes that a replay block keeps besides its layers: its first stream, and what its last write saves."""
         return self.stream + self.update - self.branch + self.mask
 
-    def rebuilt(self, layers: int) -> int:
-        """Bytes that the backward rebuilds in a block of so many layers."""
+    def rebuilt(self, layers: int, pairs: int = 0) -> int:
+        """Bytes that the backward rebuilds in a block of so many layers, so many pairs of shortcut MoE among them."""
         branches = layers * self.branches_per_layer
         read = self.branch_norm + self.bare_read + self.branch
         write = self.stream + self.mask + (self.update if self.new_update else 0)
-        return branches * read + (branches - 1) * write - self.unsaved  # the last layer's; others are kept by replay
+        reads = branches + pairs
+        return reads * read + (branches - 1) * write - self.unsaved  # the last layer's; others are kept by replay
 
     @property
     def ordinary_head(self) -> int:
@@ -145,10 +170,20 @@ class StreamCosts:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What of the model a pipeline stage runs: layers of its largest model chunk, forwards of a chunk in flight."""
+    """A model chunk of a pipeline stage: its layers, the stage's forwards of a chunk in flight, and the local indices
+    (layer, MoE layer) of its pairs of shortcut MoE, which no replay block splits."""
 
     num_layers: int
     in_flight: int = 1
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A replay block: its layers, and the pairs of shortcut MoE among them."""
+
+    layers: int
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,37 +194,49 @@ class ReplayWork:
     bytes_moved: int
 
 
-def blocks_of(num_layers: int, block_size: int) -> list[int]:
-    """Layers of each replay block of a model chunk, in order."""
-    whole, rest = divmod(num_layers, block_size)
-    return [block_size] * whole + [rest] * bool(rest)
+def blocks_of(chunk: StageLoad, block_size: int) -> list[Block]:
+    """Return the replay blocks of a model chunk, in order."""
+    firsts = {first for first, _ in chunk.pairs}
+    blocks, start = [], 0
+    for layer, is_end in enumerate(block_ends(chunk.num_layers, block_size, firsts)):
+        if is_end:
+            blocks.append(Block(layer + 1 - start, sum(start <= first <= layer for first in firsts)))
+            start = layer + 1
+    return blocks
 
 
-def replay_work(num_layers: int, block_size: int, costs: StreamCosts, width: int) -> ReplayWork:
+def most_rebuilt(chunk: StageLoad, costs: StreamCosts, block_size: int) -> int:
+    """Return the bytes per token that the backward rebuilds in the largest block of a model chunk."""
+    blocks = blocks_of(chunk, block_size)
+    return max((costs.rebuilt(block.layers, block.pairs) for block in blocks), default=0)
+
+
+def replay_work(chunk: StageLoad, block_size: int, costs: StreamCosts, width: int) -> ReplayWork:
     """Return the extra work of replay in one model chunk."""
     flops = bytes_moved = 0
-    for layers in blocks_of(num_layers, block_size):
-        branches = layers * costs.branches_per_layer
-        writes = branches - 1
-        bytes_moved += branches * (costs.stream + (3 if costs.fused_norm is None else 1) * costs.branch)
+    for block in blocks_of(chunk, block_size):
+        branches = block.layers * costs.branches_per_layer
+        reads, writes = branches + block.pairs, branches - 1
+        bytes_moved += reads * (costs.stream + (3 if costs.fused_norm is None else 1) * costs.branch)
         bytes_moved += writes * (2 * costs.stream + costs.branch + (2 * costs.update if costs.new_update else 0))
-        flops += branches * (2 * costs.num_streams - 1 + _NORM_FLOPS) * width
+        flops += reads * (2 * costs.num_streams - 1 + _NORM_FLOPS) * width
         flops += writes * (2 * costs.num_streams + (2 if costs.new_update else 0)) * width
     return ReplayWork(flops, bytes_moved)
 
 
-def replay_peak(stage: StageLoad, costs: StreamCosts, block_size: int) -> int:
-    """Return what the stream makes a stage hold at most with replay in blocks of block_size layers, bytes per token.
+def replay_peak(chunk: StageLoad, costs: StreamCosts, block_size: int) -> int:
+    """Return what the streams make a stage of such chunks hold at most with replay in blocks of block_size layers,
+    bytes per token.
 
     The blocks of all forwards in flight, and one rebuilt block. What does not depend on block_size is left out.
     """
-    kept = stage.in_flight * len(blocks_of(stage.num_layers, block_size)) * costs.block
-    return kept + costs.rebuilt(min(block_size, stage.num_layers))
+    kept = chunk.in_flight * len(blocks_of(chunk, block_size)) * costs.block
+    return kept + most_rebuilt(chunk, costs, block_size)
 
 
 def best_block_size(stages: Sequence[StageLoad], costs: StreamCosts) -> int:
-    """Return the layers in a replay block with which the stage that holds the most holds the least; of equals the
-    smaller one.
+    """Return the layers in a replay block with which the stage whose streams hold the most holds the least; of equals
+    the smaller one. A stage of several chunks stands in stages once for each.
 
     Raises:
         ValueError: no stage with a layer.
