@@ -333,8 +333,8 @@ def main(kind: ModelKind) -> int:
 
     try:
         with training_host() as host:
-            if host == "cpu":
-                keep_freed_memory()
+            if host == "cpu" and not keep_freed_memory() and int(os.environ.get("RANK", "0")) == 0:
+                print("> malloc: left as it is (not glibc's, or set up by its own variables)", flush=True)
             train(host, kind)
     except (HostChoiceError, LocalChoiceError, DataError, CheckpointError) as error:
         # Before the processes have met they all find the same, but for what each node has on its disk; later it may be
