@@ -14,12 +14,14 @@ import pytest
 import torch
 from harness_pretrain import ROOT, TINY_GPT, pretrain
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.transformer.enums import LayerType
 from megatron.training.global_vars import destroy_global_vars
 
 import megatron.cpu.host as host_module
 from megatron.cpu.host import HostChoiceError, choose_host, cpu_host, training_host
 from megatron.cpu.replacements import Replacements
 from megatron.patches import UpstreamChangedError, UpstreamPatch, apply_patches, prebuilt_dataset_helpers
+from megatron.training import language_batches
 from megatron.training.local_defaults import LocalChoiceError
 from megatron.training.pretrain_entry import parse_training_arguments
 
@@ -265,6 +267,12 @@ _ENGINE = "needs transformer-engine"
         (["--fp8-format", "hybrid"], f"--fp8-format {_ENGINE}"),
         (["--context-parallel-size", "2"], f"--context-parallel-size 2 {_ENGINE}"),
         (["--multi-latent-attention"], f"--multi-latent-attention {_ENGINE}"),
+        (["--save-activations-interval", "2"], f"--save-activations-interval {_ENGINE}"),
+        (["--save-dgrads-interval", "2"], f"--save-dgrads-interval {_ENGINE}"),
+        (["--freeze-all-layers"], "--freeze-all-layers is not served"),
+        (["--rampup-batch-size", "2", "2", "8"], "--rampup-batch-size is not served"),
+        (["--use-te-activation-func"], f"--use-te-activation-func {_ENGINE}"),
+        (["--full-validation"], "--full-validation ends with an error at an evaluation"),
         (["--recompute-modules", "layernorm"], f"--recompute-modules layernorm {_ENGINE}"),
         (["--recompute-modules", "mlp"], "--recompute-modules mlp recurses for ever with linear biases"),
     ],
@@ -291,3 +299,10 @@ def test_the_host_module_imports_without_torch() -> None:
     code = "import sys, megatron.cpu.host; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert host_module.DEVICE_VARIABLE == "MEGATRON_DEVICE"
+
+
+def test_the_batches_read_a_pipeline_layout_as_the_model_does() -> None:
+    layout = language_batches._pipeline_layout("Et|tttL", 2)
+    assert layout is not None
+    assert [chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage] == [1, 3]
+    assert language_batches._pipeline_layout(None, 2) is None

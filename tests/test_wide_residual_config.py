@@ -66,6 +66,7 @@ def test_retention_options_of_the_wrong_type_are_type_errors(options: dict[str, 
 REFUSED = [
     ("--inference-fuse-tp-communication", {"inference_fuse_tp_communication": True}),
     ("--fused-residual-rmsnorm", {"fused_residual_rmsnorm": True}),
+    ("--init-model-with-meta-device", {"init_model_with_meta_device": True}),
     ("--heterogeneous-layers-config-path", {"heterogeneous_block_specs": True}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
     ("--enable-cuda-graph", {"enable_cuda_graph": True}),

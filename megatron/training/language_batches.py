@@ -9,13 +9,14 @@ Shapes: s sequence, b micro-batch. tokens_bs, labels_bs, loss_mask_bs, position_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import megatron.core.parallel_state as parallel_state
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training.global_vars import get_args, get_timers
 
@@ -28,13 +29,19 @@ SPIKE_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest 
 Batch = dict[str, Any]  # a tensor, or None for what this stage does not need
 
 
+@cache
+def _pipeline_layout(text: str | None, stages: int) -> PipelineParallelLayerLayout | None:
+    """--pipeline-model-parallel-layout as upstream's model configuration holds it; arguments keep the text."""
+    return None if text is None else PipelineParallelLayerLayout.from_str(text, stages)
+
+
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None = None) -> Batch:
     """One micro-batch for this rank; a middle pipeline stage gets None everywhere."""
     args = get_args()
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     predicts_more = mtp_on_this_rank(
-        layout=args.pipeline_model_parallel_layout,
+        layout=_pipeline_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size),
         mtp_num_layers=args.mtp_num_layers,
         ignore_virtual=vp_stage is None,
         vp_stage=vp_stage,

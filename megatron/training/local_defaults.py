@@ -132,6 +132,10 @@ _OPT_IN: tuple[tuple[str, str, str, Callable[[Surroundings], bool]], ...] = (
     ("async_save", "--async-save", _CPU_HOST, _on_cpu),
     ("cpu_offloading_num_layers", "--cpu-offloading-num-layers", "transformer-engine", _no_engine),
     ("log_energy", "--log-energy", _CPU_HOST, _on_cpu),
+    ("use_te_activation_func", "--use-te-activation-func", "transformer-engine", _no_engine),
+    ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser", "transformer-engine", _no_engine),
+    ("save_activations_interval", "--save-activations-interval", "transformer-engine", _no_engine),
+    ("save_dgrads_interval", "--save-dgrads-interval", "transformer-engine", _no_engine),
 )
 
 
@@ -144,6 +148,11 @@ _NOT_SERVED: tuple[tuple[str, str], ...] = (
     ("perform_rl_step", "--perform-rl-step"),
     ("inprocess_restart", "--inprocess-restart"),
     ("logits_load_dir", "--logits-load-dir"),
+    # Upstream's model building and trainer pass these over, or end with an error of their own.
+    ("freeze_all_layers", "--freeze-all-layers"),
+    ("rampup_batch_size", "--rampup-batch-size"),
+    ("phase_transition_iterations", "--phase-transition-iterations"),
+    ("apply_residual_connection_post_layernorm", "--apply-residual-connection-post-layernorm"),
 )
 
 
@@ -196,6 +205,7 @@ def check_local_choices(args: argparse.Namespace, host: str) -> None:
         )
     _check_multi_token_prediction(args)
     _check_model_shape(args)
+    _check_run(args)
     if args.context_parallel_size > 1 and _no_engine(found):
         raise LocalChoiceError(
             f"--context-parallel-size {args.context_parallel_size} needs transformer-engine: the attention of "
@@ -219,6 +229,20 @@ def _check_model_shape(args: argparse.Namespace) -> None:
     if experts is not None and layers is not None and isinstance(frequency, list) and len(frequency) != layers:
         raise LocalChoiceError(
             f"--moe-layer-freq names {len(frequency)} layers, --num-layers {layers}: a 0 or 1 for each layer is wanted."
+        )
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    """Refuse what ends a run of megatron-core 0.19.2 by an error of its own."""
+    if args.moe_use_upcycling:
+        raise LocalChoiceError(
+            "--moe-use-upcycling: megatron-core 0.19.2 loads the dense checkpoint by an argument that its own "
+            "load_checkpoint does not have. Leave it out."
+        )
+    if args.full_validation and not args.multiple_validation_sets:
+        raise LocalChoiceError(
+            "--full-validation ends with an error at an evaluation of megatron-core 0.19.2: leave it out, and give "
+            "--eval-iters."
         )
 
 

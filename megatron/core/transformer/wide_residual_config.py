@@ -207,6 +207,12 @@ _REFUSED_OPTIONS = (
         bool,
         "the fused kernel adds the residual itself",
     ),
+    (
+        "init_model_with_meta_device",
+        "--init-model-with-meta-device",
+        bool,
+        "controllers start at values that a model without memory cannot hold",
+    ),
     ("fused_residual_rmsnorm", "--fused-residual-rmsnorm", bool, "such a norm returns its own residual"),
     (
         "overlap_moe_expert_parallel_comm",
