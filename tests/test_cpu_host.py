@@ -301,6 +301,15 @@ def test_the_host_module_imports_without_torch() -> None:
     assert host_module.DEVICE_VARIABLE == "MEGATRON_DEVICE"
 
 
+def test_prediction_depths_beside_an_fp32_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ordinary layers beside wide streams too, and torch's norms take no fp32 stream with bf16 weights."""
+    depths = ["--mtp-num-layers", "1", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
+    wide = ["--wide-residual", "4", "--bf16", "--fp32-residual-connection", "--train-iters", "1"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY_GPT, *wide, *depths])
+    with pytest.raises(LocalChoiceError, match="multi-token prediction needs transformer-engine"):
+        parse_training_arguments("cpu")
+
+
 def test_the_batches_read_a_pipeline_layout_as_the_model_does() -> None:
     layout = language_batches._pipeline_layout("Et|tttL", 2)
     assert layout is not None

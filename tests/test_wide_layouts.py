@@ -31,6 +31,7 @@ CASES = (
     Case("tp2-retention-distopt", 2, (*TENSOR, *OPTIMIZER), model="wide3-retention"),
     Case("pp2", 2, PIPELINE, model="wide4"),
     Case("pp2-vpp2", 2, INTERLEAVED, model="wide4"),
+    Case("pp2-layout", 2, (*PIPELINE, "--pipeline-model-parallel-layout", "Et|tttL"), model="wide4"),
     Case("pp2-vpp2-retention-full-recompute", 2, (*INTERLEAVED, *FULL), model="wide3-retention"),
     Case("dp2-distopt", 2, OPTIMIZER, model="wide4"),
     Case("dp2-distopt-retention", 2, OPTIMIZER, model="wide3-retention"),

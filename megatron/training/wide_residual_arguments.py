@@ -135,9 +135,17 @@ def check_replay_arguments(args: Namespace) -> None:
 
 
 def check_stream_dtype(args: Namespace) -> None:
-    """Raise ValueError for an ordinary fp32 stream beside half-precision weights where no norm can take both."""
+    """Raise ValueError for an ordinary fp32 stream beside half-precision weights where no norm can take both: that of
+    an ordinary model, or that of prediction depths, which are ordinary beside wide streams too."""
     half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    if args.fp32_residual_connection and half and args.wide_residual is None and args.transformer_impl == "local":
+    if not (args.fp32_residual_connection and half and args.transformer_impl == "local"):
+        return
+    if args.mtp_num_layers or "/" in (args.hybrid_layer_pattern or args.hybrid_override_pattern or ""):
+        raise ValueError(
+            f"--fp32-residual-connection with --{half} and multi-token prediction needs transformer-engine: torch's "
+            f"norms take no fp32 stream beside {half} weights, and prediction depths have one. Leave one of them out."
+        )
+    if args.wide_residual is None:
         raise ValueError(
             f"--fp32-residual-connection with --{half} needs transformer-engine: torch's norms take no fp32 stream "
             f"beside {half} weights. Leave it out, or give --wide-residual K, whose branches are read in {half}."
