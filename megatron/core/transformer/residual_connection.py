@@ -54,8 +54,10 @@ class ResidualConnectionState:
     write_state: ResidualConnectionWriteState = None
 
 
-_READ_ARGUMENTS = ("hidden_states", "fp32_residual_connection", "branch_input_dtype")
-_WRITE_ARGUMENTS = ("branch_output", "state", "dropout_probability", "training", "next_read")
+_FOREIGN = {
+    "read": ("branch_output", "state", "dropout_probability", "training", "next_read"),
+    "write": ("hidden_states", "fp32_residual_connection", "branch_input_dtype"),
+}
 _REQUIRED = {
     "read": ("hidden_states", "fp32_residual_connection"),
     "write": ("branch_output", "state", "dropout_probability", "training"),
@@ -128,18 +130,9 @@ class ResidualConnection(torch.nn.Module):
             TypeError: a missing argument, one of the other operation, or one of the wrong type.
             ValueError: a wrong shape, or a dropout probability outside [0, 1].
         """
-        given = {
-            "hidden_states": hidden_states,
-            "fp32_residual_connection": fp32_residual_connection,
-            "branch_input_dtype": branch_input_dtype,
-            "branch_output": branch_output,
-            "state": state,
-            "dropout_probability": dropout_probability,
-            "training": training,
-            "next_read": next_read,
-        }
-        self._check_arguments(given)
         if self.operation == "read":
+            of_a_write = (branch_output, state, dropout_probability, training, next_read)
+            self._check_arguments((hidden_states, fp32_residual_connection), of_a_write)
             assert hidden_states is not None
             assert fp32_residual_connection is not None
             self._check_stream("hidden_states", hidden_states)
@@ -152,6 +145,8 @@ class ResidualConnection(torch.nn.Module):
             if norm is not None:
                 return self._read_norm(hidden_states, norm, **options)
             return self._read(hidden_states, **options)
+        of_a_read = (hidden_states, fp32_residual_connection, branch_input_dtype)
+        self._check_arguments((branch_output, state, dropout_probability, training), of_a_read)
         assert branch_output is not None
         assert state is not None
         assert dropout_probability is not None
@@ -248,20 +243,20 @@ class ResidualConnection(torch.nn.Module):
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} cannot replay its write and read")
 
-    def _check_arguments(self, given: dict[str, Any]) -> None:
-        foreign = _WRITE_ARGUMENTS if self.operation == "read" else _READ_ARGUMENTS
-        for argument in foreign:
-            if given[argument] is not None:
+    def _check_arguments(self, required: tuple[Any, ...], foreign: tuple[Any, ...]) -> None:
+        """Refuse an argument of the other operation, a missing one, and a last required one that is no bool."""
+        names = _REQUIRED[self.operation]
+        for argument, value in zip(_FOREIGN[self.operation], foreign, strict=True):
+            if value is not None:
                 raise TypeError(
                     f"{self.name}: {argument} was given, which is not an argument of a residual {self.operation}; "
-                    f"a {self.operation} takes {', '.join(_REQUIRED[self.operation])}"
+                    f"a {self.operation} takes {', '.join(names)}"
                 )
-        for argument in _REQUIRED[self.operation]:
-            if given[argument] is None:
+        for argument, value in zip(names, required, strict=True):
+            if value is None:
                 raise TypeError(f"{self.name}: a residual {self.operation} needs {argument}, which is missing")
-        for argument in ("fp32_residual_connection", "training"):
-            if given[argument] is not None and not isinstance(given[argument], bool):
-                raise TypeError(f"{self.name}: {argument} is {given[argument]!r}; True or False is wanted")
+        if not isinstance(required[-1], bool):
+            raise TypeError(f"{self.name}: {names[-1]} is {required[-1]!r}; True or False is wanted")
 
     def _check_stream(self, argument: str, x_sbw: Tensor) -> None:
         if not isinstance(x_sbw, Tensor):
@@ -289,7 +284,7 @@ class ResidualConnection(torch.nn.Module):
         if not update_sbd.is_floating_point():
             raise TypeError(f"{self.name}: the update has dtype {update_sbd.dtype}; a floating dtype is wanted")
         wanted = (*state.residual.shape[:-1], width)
-        if tuple(update_sbd.shape) != wanted:
+        if update_sbd.shape != wanted:
             raise ValueError(
                 f"{self.name}: the update has shape {tuple(update_sbd.shape)}; {wanted} is wanted beside a stream of "
                 f"shape {tuple(state.residual.shape)}"

@@ -1,8 +1,9 @@
-"""The streamwise operators as autograd functions, over the operators that streamwise_residual_backends chooses.
+"""The streamwise operators as autograd functions, over the operators of a backend.
 
-Called by streamwise_residual_ops after its argument checks. What always holds: the backward is written by hand and
-differentiable once; it runs on the backend of its forward; only what a wanted gradient needs is saved, and for the
-fused write and read that is its inputs alone, never Y. A norm adds one or two numbers per token, never z.
+Called by streamwise_residual_ops after its argument checks, with the operators that serve the device. What always
+holds: the backward is written by hand and differentiable once; it runs on the backend of its forward; only what a
+wanted gradient needs is saved, and for the fused write and read that is its inputs alone, never Y. A norm adds one or
+two numbers per token, never z.
 
 Tensor names: n tokens, k streams, d branch width, p padded controller; x and y have shape [..., K*D], u and z [..., D].
 """
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
 from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
 from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
 from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
@@ -55,13 +55,13 @@ class StreamwiseRead(torch.autograd.Function):
         read_p: Tensor,
         weight_d: Tensor | None,
         bias_d: Tensor | None,
+        operators: StreamwiseOperators,
         num_streams: int,
         is_logit: bool,
         z_dtype: torch.dtype,
         norm: StreamNorm | None,
         passes: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        operators = streamwise_operators(x.device)
         sum_dtype = sum_dtype_of(x, read_p)
         ctx.read = Controller(read_p, num_streams, "read" if is_logit else "factor", sum_dtype)
         call = _norm_call(norm, sum_dtype)
@@ -98,9 +98,9 @@ class StreamwiseWrite(torch.autograd.Function):
         seed: Tensor | None,
         write_p: Tensor,
         retention_p: Tensor | None,
+        operators: StreamwiseOperators,
         options: WriteOptions,
     ) -> Tensor:
-        operators = streamwise_operators(x.device)
         ctx.write, ctx.retention = options.controllers(sum_dtype_of(x, u, write_p, retention_p), write_p, retention_p)
         update = StreamwiseUpdate(u, u.dtype, bias_d, options.dropout, seed)
         needs_write, needs_retention = ctx.needs_input_grad[4:6]
@@ -114,9 +114,9 @@ class StreamwiseWrite(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         x, u, bias_d, seed, _, _ = ctx.saved_tensors
-        needs_x, needs_u, needs_bias, _, needs_write, _, _ = ctx.needs_input_grad
+        needs_x, needs_u, needs_bias, _, needs_write = ctx.needs_input_grad[:5]
         if ctx.retention is None and not (needs_u or needs_bias or needs_write):
-            return grad_y, None, None, None, None, None, None
+            return _wanted(ctx, grad_y)
         operators: StreamwiseOperators = ctx.operators
         grad_x, grad_u, grad_write_p, grad_retention_p, grad_bias_d = operators.write_backward(
             grad_y,
@@ -128,7 +128,7 @@ class StreamwiseWrite(torch.autograd.Function):
             wants_grad_u=needs_u or needs_bias,
         )
         grad_bias_d = _bias_gradient(grad_u, bias_d, grad_bias_d) if needs_bias else None
-        return grad_x, grad_u if needs_u else None, grad_bias_d, None, grad_write_p, grad_retention_p, None
+        return _wanted(ctx, grad_x, grad_u, grad_bias_d, None, grad_write_p, grad_retention_p)
 
 
 class StreamwiseWriteRead(torch.autograd.Function):
@@ -146,11 +146,11 @@ class StreamwiseWriteRead(torch.autograd.Function):
         read_p: Tensor,
         weight_d: Tensor | None,
         norm_bias_d: Tensor | None,
+        operators: StreamwiseOperators,
         options: WriteOptions,
         z_dtype: torch.dtype,
         norm: StreamNorm | None,
     ) -> tuple[Tensor, Tensor]:
-        operators = streamwise_operators(x.device)
         sum_dtype = sum_dtype_of(x, u, write_p, retention_p, read_p)
         ctx.write, ctx.retention = options.controllers(sum_dtype, write_p, retention_p)
         ctx.read = Controller(read_p, options.num_streams, "read" if options.is_logit else "factor", sum_dtype)
@@ -201,13 +201,13 @@ def _wanted(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of the first inputs, None where autograd wants none, and None for the inputs behind them."""
     wanted = ctx.needs_input_grad
     behind = (None,) * (len(wanted) - len(gradients))
-    return (*(found if is_wanted else None for found, is_wanted in zip(gradients, wanted, strict=False)), *behind)
+    return (*[found if is_wanted else None for found, is_wanted in zip(gradients, wanted, strict=False)], *behind)
 
 
 def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor, found_d: Tensor | None) -> Tensor:
     """What the operator found, else the sum of grad_u over the tokens in fp32 or wider; in the dtype of the bias."""
     if found_d is not None:
-        return found_d.to(bias_d.dtype)
+        return found_d if found_d.dtype is bias_d.dtype else found_d.to(bias_d.dtype)
     assert grad_u is not None
     wide = torch.promote_types(grad_u.dtype, torch.float32)
     return grad_u.view(-1, grad_u.shape[-1]).sum(0, dtype=wide).to(bias_d.dtype)
@@ -215,8 +215,10 @@ def _bias_gradient(grad_u: Tensor | None, bias_d: Tensor, found_d: Tensor | None
 
 def sum_dtype_of(*inputs: Tensor | None) -> torch.dtype:
     """The dtype in which an operator with these inputs holds its sums: fp32, or fp64 as soon as one input is fp64."""
-    is_double = any(x is not None and x.dtype is torch.float64 for x in inputs)
-    return torch.float64 if is_double else torch.float32
+    for x in inputs:
+        if x is not None and x.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def _refuse_second_derivative() -> None:

@@ -87,9 +87,10 @@ def check_bias(bias: Tensor | None, update: Tensor) -> None:
     if bias is None:
         return
     _check_activation("bias", bias)
-    sizes = list(zip(reversed(bias.shape), reversed(update.shape), strict=False))
-    fits = 1 <= bias.dim() <= update.dim() and bias.shape[-1] == update.shape[-1]
-    fits = fits and all(size in (1, wanted) for size, wanted in sizes)
+    fits = bias.dim() <= update.dim() and bias.shape[-1] == update.shape[-1]
+    if fits and bias.dim() > 1:
+        sizes = zip(reversed(bias.shape), reversed(update.shape), strict=False)
+        fits = all(size in (1, wanted) for size, wanted in sizes)
     if not fits:
         raise ValueError(
             f"bias must broadcast to the update's shape {tuple(update.shape)} with a last dimension of "

@@ -94,7 +94,7 @@ class CompiledOperators:
             return self._eager.read_forward(x, read, z_dtype)
         x = x.contiguous()
         n, k, d = _sizes(x, read)
-        z = x.new_empty((*x.shape[:-1], d), dtype=z_dtype)
+        z = torch.empty((*x.shape[:-1], d), dtype=z_dtype)
         f, normed = CompiledController(read), None if norm is None else CompiledNorm.forward(norm, n)
         call(n, k, d, torch.get_num_threads(), *_pointers(x, f, z, normed))
         return z
@@ -118,7 +118,7 @@ class CompiledOperators:
         k, d = read.num_streams, grad_z.shape[-1]
         shape = (*grad_z.shape[:-1], k * d)
         x, through = _contiguous(x), _contiguous(through)
-        grad_x = grad_z.new_empty(shape, dtype=x_dtype) if wants_grad_x else None
+        grad_x = torch.empty(shape, dtype=x_dtype) if wants_grad_x else None
         f = CompiledController(read, wants_gradient=x is not None)
         normed = None if norm is None else CompiledNorm.backward(norm)
         pointers = _pointers(grad_z, x, f, through, grad_x, normed)
@@ -156,7 +156,7 @@ class CompiledOperators:
         grad_y, x, u, bias_d = grad_y.contiguous(), _contiguous(x), _contiguous(update.u), _contiguous(update.bias_d)
         n, k, d = _sizes(grad_y, write)
         grad_x = torch.empty_like(grad_y) if wants_grad_x and retention is not None else None
-        grad_u = grad_y.new_empty((*grad_y.shape[:-1], d), dtype=update.dtype) if wants_grad_u else None
+        grad_u = torch.empty((*grad_y.shape[:-1], d), dtype=update.dtype) if wants_grad_u else None
         w = CompiledController(write, wants_gradient=u is not None)
         g = _compiled(retention, wants_gradient=x is not None)
         grad_bias_d = _bias_sums(bias_d, write) if wants_grad_u else None

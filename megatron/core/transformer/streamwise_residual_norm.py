@@ -24,7 +24,6 @@ from torch import Tensor
 NormKind = Literal["RMSNorm", "LayerNorm"]
 
 _KINDS: dict[type[torch.nn.Module], NormKind] = {torch.nn.RMSNorm: "RMSNorm", torch.nn.LayerNorm: "LayerNorm"}
-_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_GATHER = "DistributedDataParallel._make_forward_pre_hook.<locals>.hook"
 """Upstream's hook, on every module under --overlap-param-gather, that waits for the module's parameters."""
 
@@ -54,10 +53,12 @@ class StreamNorm(NamedTuple):
     def takes(self, branch_dtype: torch.dtype) -> bool:
         """Whether a fused norm serves this dtype of z: that of the parameters, or half precision beside fp32 ones."""
         is_half = branch_dtype in (torch.bfloat16, torch.float16)
-        return all(
-            parameter is None or parameter.dtype is branch_dtype or (is_half and parameter.dtype is torch.float32)
-            for parameter in (self.weight_d, self.bias_d)
-        )
+        for parameter in (self.weight_d, self.bias_d):
+            if parameter is None or parameter.dtype is branch_dtype:
+                continue
+            if not (is_half and parameter.dtype is torch.float32):
+                return False
+        return True
 
 
 @dataclass
@@ -110,14 +111,16 @@ class NormCall:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of weight and bias in their dtypes; None for a parameter that the norm does not have."""
-        found = []
-        for parameter_d, gradient_d in (
-            (self.norm.weight_d, self.grad_weight_d),
-            (self.norm.bias_d, self.grad_bias_d),
-        ):
-            assert parameter_d is None or gradient_d is not None
-            found.append(None if parameter_d is None or gradient_d is None else gradient_d.to(parameter_d.dtype))
-        return found[0], found[1]
+        norm = self.norm
+        return _gradient_of(norm.weight_d, self.grad_weight_d), _gradient_of(norm.bias_d, self.grad_bias_d)
+
+
+def _gradient_of(parameter_d: Tensor | None, gradient_d: Tensor | None) -> Tensor | None:
+    """The gradient in the dtype of its parameter; None where there is no parameter."""
+    if parameter_d is None:
+        return None
+    assert gradient_d is not None
+    return gradient_d if gradient_d.dtype is parameter_d.dtype else gradient_d.to(parameter_d.dtype)
 
 
 def is_stream_norm(module: torch.nn.Module) -> bool:
@@ -127,7 +130,8 @@ def is_stream_norm(module: torch.nn.Module) -> bool:
 
 def is_watched(module: torch.nn.Module) -> bool:
     """Whether hooks look at what the module returns or at its gradients."""
-    return any(getattr(module, hooks) for hooks in _HOOKS) or _has_global_hooks()
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or _has_global_hooks()
 
 
 def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
@@ -140,17 +144,19 @@ def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
     if kind is None or is_watched(module):
         return None
     found: Any = module
-    parameters = [parameter for parameter in (found.weight, getattr(found, "bias", None)) if parameter is not None]
+    weight_d, bias_d = found.weight, getattr(found, "bias", None)
     if len(found.normalized_shape) != 1 or found.eps is None:
         return None
-    if any(type(parameter) is not torch.nn.Parameter for parameter in parameters):
-        return None
+    for parameter in (weight_d, bias_d):
+        if parameter is not None and type(parameter) is not torch.nn.Parameter:
+            return None
     pre_hooks = module._forward_pre_hooks.values()
-    if any(getattr(hook, "__qualname__", "") != _PARAMETER_GATHER for hook in pre_hooks):
-        return None
+    for hook in pre_hooks:
+        if getattr(hook, "__qualname__", "") != _PARAMETER_GATHER:
+            return None
     for hook in pre_hooks:
         hook(module, ())
-    return StreamNorm(kind, found.normalized_shape[0], found.eps, found.weight, getattr(found, "bias", None))
+    return StreamNorm(kind, found.normalized_shape[0], found.eps, weight_d, bias_d)
 
 
 def _has_global_hooks() -> bool:

@@ -27,6 +27,8 @@ Tensor names: n tokens, k streams, d branch width, w wide width K*D, p length of
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ from megatron.core.transformer.streamwise_residual_controllers import (
     sigmoid_write_factors,
 )
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm, stream_norm_of
+from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators
 
 __all__ = [
     "sigmoid_read_factors",
@@ -71,6 +74,22 @@ __all__ = [
 ]
 
 
+def _outside_graphs[**P, R](operator: Callable[P, R]) -> Callable[P, R]:
+    """An operator as it is; one graph break for torch.compile, since checks and kernels are no graphs of operations."""
+    disabled = torch._disable_dynamo(
+        operator
+    )  # imports PyTorch's compiler when first called: only for a compiled layer
+
+    @functools.wraps(operator)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)
+        return operator(*args, **kwargs)
+
+    return run
+
+
+@_outside_graphs
 def streamwise_sigmoid_read(
     hidden_states: Tensor,
     read_logits: Tensor,
@@ -95,6 +114,7 @@ def streamwise_sigmoid_read(
     return z
 
 
+@_outside_graphs
 def streamwise_sigmoid_read_through(
     hidden_states: Tensor,
     read_logits: Tensor,
@@ -115,6 +135,7 @@ def streamwise_sigmoid_read_through(
     return z, x
 
 
+@_outside_graphs
 def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype: torch.dtype | None = None) -> Tensor:
     """Mix the streams of `hidden_states` into one branch input by given factors: z = sum_k f_k X_k.
 
@@ -130,9 +151,12 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     num_streams = read_factors.shape[0]
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    return _run(StreamwiseRead, hidden_states, read_factors, None, None, num_streams, False, dtype, None, False)
+    operators = streamwise_operators(hidden_states.device)
+    tensors = (hidden_states, read_factors, None, None)
+    return StreamwiseRead.apply(*tensors, operators, num_streams, False, dtype, None, False)
 
 
+@_outside_graphs
 def streamwise_sigmoid_writeback(
     residual_stream: Tensor,
     branch_update: Tensor,
@@ -163,10 +187,13 @@ def streamwise_sigmoid_writeback(
         residual_stream, branch_update, write_logits, num_streams, retention_logits, retention_max_forget
     )
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
-    update, bias, seed = _prepare_update(residual_stream, branch_update, bias, dropout_probability)
-    return _run(StreamwiseWrite, residual_stream, update, bias, seed, write_logits, retention_logits, options)
+    operators = streamwise_operators(residual_stream.device)
+    update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
+    tensors = (residual_stream, update, bias, seed, write_logits, retention_logits)
+    return StreamwiseWrite.apply(*tensors, operators, options)
 
 
+@_outside_graphs
 def streamwise_sigmoid_write_read(
     residual_stream: Tensor,
     branch_update: Tensor,
@@ -197,14 +224,16 @@ def streamwise_sigmoid_write_read(
     check_norm(norm, residual_stream, num_streams)
     dtype = check_output_dtype(output_dtype, residual_stream)
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
-    update, bias, seed = _prepare_update(residual_stream, branch_update, bias, dropout_probability)
+    operators = streamwise_operators(residual_stream.device)
+    update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
     controllers = (write_logits, retention_logits, read_logits)
-    fused, after = _split_norm(norm, dtype, residual_stream, update, *controllers)
+    fused, after = _split_norm(operators, norm, dtype, residual_stream, update, *controllers)
     tensors = (residual_stream, update, bias, seed, *controllers, *_parameters(fused))
-    y, z = _run(StreamwiseWriteRead, *tensors, options, dtype, fused)
+    y, z = StreamwiseWriteRead.apply(*tensors, operators, options, dtype, fused)
     return y, z if after is None else after(z)
 
 
+@_outside_graphs
 def streamwise_writeback(
     residual_stream: Tensor, branch_update: Tensor, write_factors: Tensor, *, retention_factors: Tensor | None = None
 ) -> Tensor:
@@ -225,8 +254,9 @@ def streamwise_writeback(
     check_branch_update(branch_update, residual_stream, num_streams)
     if retention_factors is not None:
         check_controller("retention_factors", retention_factors, residual_stream, exactly=num_streams)
-    options = WriteOptions(num_streams, False)
-    return _run(StreamwiseWrite, residual_stream, branch_update, None, None, write_factors, retention_factors, options)
+    operators = streamwise_operators(residual_stream.device)
+    tensors = (residual_stream, branch_update, None, None, write_factors, retention_factors)
+    return StreamwiseWrite.apply(*tensors, operators, WriteOptions(num_streams, False))
 
 
 def _sigmoid_read(
@@ -244,41 +274,34 @@ def _sigmoid_read(
     check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
     check_norm(norm, hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    fused, after = _split_norm(norm, dtype, hidden_states, read_logits)
+    operators = streamwise_operators(hidden_states.device)
+    fused, after = _split_norm(operators, norm, dtype, hidden_states, read_logits)
     tensors = (hidden_states, read_logits, *_parameters(fused))
     joins = passes and hidden_states.requires_grad  # of a stream without gradient there is nothing to add
-    found = _run(StreamwiseRead, *tensors, num_streams, True, dtype, fused, joins)
+    found = StreamwiseRead.apply(*tensors, operators, num_streams, True, dtype, fused, joins)
     z, x = found if joins else (found, hidden_states)
     z = z if after is None else after(z)
     return (z, x) if passes else z
 
 
 def _split_norm(
-    norm: StreamNorm | None, branch_dtype: torch.dtype, stream: Tensor, *others: Tensor | None
+    operators: StreamwiseOperators,
+    norm: StreamNorm | None,
+    branch_dtype: torch.dtype,
+    stream: Tensor,
+    *others: Tensor | None,
 ) -> tuple[StreamNorm | None, StreamNorm | None]:
     """(the norm where the backend fuses it, the norm where it runs after the operator)."""
     if norm is None:
         return None, None
     dtypes = (stream.dtype, branch_dtype, sum_dtype_of(stream, *others))
-    fuses = norm.takes(branch_dtype) and streamwise_operators(stream.device).fuses_norm(norm.width, *dtypes)
+    fuses = norm.takes(branch_dtype) and operators.fuses_norm(norm.width, *dtypes)
     return (norm, None) if fuses else (None, norm)
 
 
 def _parameters(norm: StreamNorm | None) -> tuple[Tensor | None, Tensor | None]:
     """What autograd must see of a fused norm."""
     return (None, None) if norm is None else (norm.weight_d, norm.bias_d)
-
-
-def _run(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Apply an autograd function; a graph break for torch.compile, since kernels are no graphs of operations."""
-    if torch.compiler.is_dynamo_compiling():
-        return _run_outside_graphs(function, *arguments)
-    return function.apply(*arguments)
-
-
-@torch._disable_dynamo  # imports PyTorch's compiler when it is first called, so only a compiled layer calls it
-def _run_outside_graphs(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
 
 
 def _check_sigmoid_write(
@@ -300,7 +323,7 @@ def _check_sigmoid_write(
 
 
 def _prepare_update(
-    stream: Tensor, update: Tensor, bias: Tensor | None, dropout_probability: float
+    operators: StreamwiseOperators, stream: Tensor, update: Tensor, bias: Tensor | None, dropout_probability: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(update, bias, seed) for the backend; bias and dropout are applied here where the backend does not fuse them.
 
@@ -310,7 +333,6 @@ def _prepare_update(
     """
     check_bias(bias, update)
     check_dropout(dropout_probability)
-    operators = streamwise_operators(stream.device)
     is_plain = bias is not None and bias.dim() == 1 and bias.dtype is update.dtype and not dropout_probability
     if is_plain and operators.fuses_bias(stream.dtype, update.dtype):
         return update, bias, None

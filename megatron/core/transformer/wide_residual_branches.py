@@ -160,9 +160,8 @@ class WideResidualBranches:
         setattr(self, f"{branch}_bda", partial(self._bias_dropout_write, branch))
 
     def _connection(self, operation: str, branch: str) -> StreamwiseSigmoidWideResidualConnection:
-        connection: StreamwiseSigmoidWideResidualConnection = getattr(
-            self, f"residual_{operation}{_STATE_SUFFIX[branch]}"
-        )
+        modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        connection: StreamwiseSigmoidWideResidualConnection = modules[f"residual_{operation}{_STATE_SUFFIX[branch]}"]
         return connection
 
     def _bias_dropout_write(
