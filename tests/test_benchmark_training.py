@@ -47,7 +47,8 @@ def test_wide_models_are_timed_beside_the_ordinary_one_and_train_alike(tmp_path:
         assert result["peak_bytes"] > 0
     for name in wide:
         assert results[name]["bound_seconds"] > 0
-        assert results[name]["of_bound"] is not None
+        assert results[name]["of_bound_low"] <= results[name]["of_bound"] <= results[name]["of_bound_high"]
+        assert len(results[name]["seconds_each"]) == 2
     assert results["ordinary"]["ratio"] == 1
     assert results["wide K=3"]["bound_seconds"] > results["wide K=2"]["bound_seconds"]
     assert {entry.name for entry in tmp_path.iterdir()} == {"t.json", "t.markdown", "t.png"}, "something half-written"

@@ -6,6 +6,8 @@ pytest tests/test_benchmarking.py
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from benchmarking import (
     interleave,
     machine,
     machine_line,
+    median_interval,
     over,
     peak_rise,
     run_measurement,
@@ -48,6 +51,23 @@ def test_a_spread_is_the_median_and_the_middle_half() -> None:
     assert (found.low, found.median, found.high) == (2, 3, 4)
     assert spread([7.0]).text() == ("7.00", "7.00-7.00")
     assert over([2.0, 9.0], [1.0, 3.0]) == [2, 3]
+
+
+@pytest.mark.parametrize("count", [6, 7, 9, 15, 21, 40])
+def test_an_interval_of_the_median_holds_the_true_one_at_least_as_often_as_it_says(count: int) -> None:
+    """Of a skewed distribution, as step times have it: -ln(u) has its median at ln 2."""
+    draw, held, trials = random.Random(count), 0, 4000
+    for _ in range(trials):
+        low, high = median_interval([-math.log(1 - draw.random()) for _ in range(count)])
+        held += low <= math.log(2) <= high
+    assert held / trials >= 0.945, f"{held} of {trials} intervals of {count} values hold the median"
+    assert held / trials < 0.99, "the interval is wider than it need be"
+
+
+def test_an_interval_of_the_median_of_few_values_is_all_of_them() -> None:
+    assert median_interval([3.0]) == (3.0, 3.0)
+    assert median_interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (1.0, 5.0)
+    assert median_interval([6.0, 5.0, 1.0, 4.0, 2.0, 3.0, 9.0, 7.0, 8.0]) == (2.0, 8.0)
 
 
 def test_peak_is_the_highest_moment_and_not_the_sum() -> None:

@@ -11,7 +11,8 @@ the code of the training scripts). For each width, all models are in memory, and
 and one copy of 64 MiB. Ratios are formed within a repetition.
 
 `bound` is what the streams must cost at least: the bytes that a wide model moves and the ordinary one does not, over
-the copy bandwidth of the same repetition. `of bound` is the measured extra time over it. Memory is the peak that
+the copy bandwidth of the same repetition. `of bound` is the measured extra time over it, and `95%` the range that holds
+its true median with this confidence: wide on a busy machine, narrower with more `--repeats`. Memory is the peak that
 PyTorch's allocator counts in one step, parameters, gradients and optimizer state included. docs/performance.md has the
 arithmetic.
 
@@ -41,6 +42,7 @@ from benchmarking import (
     interleave,
     machine,
     machine_line,
+    median_interval,
     over,
     parse,
     positive,
@@ -78,7 +80,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """One model's step. Ratios are over the ordinary model of the same width, extra and bound in seconds."""
+    """One model's step. Ratios are over the ordinary model of the same width, extra and bound in seconds.
+
+    `of_bound_low` and `of_bound_high` hold the true median of the extra time over the bound with 95 % confidence;
+    `seconds_each` has every repetition, in the same order for all models.
+    """
 
     model: str
     hidden_size: int
@@ -93,9 +99,12 @@ class Result:
     extra_seconds: float
     bound_seconds: float
     of_bound: float | None
+    of_bound_low: float | None
+    of_bound_high: float | None
     peak_bytes: int | None
     peak_ratio: float | None
     loss: float
+    seconds_each: list[float]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,7 +130,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shape.add_argument("--micro-batch-size", type=positive, default=1, metavar="B", help="sequences of a step")
     shape.add_argument("--vocab-size", type=positive, default=1024, metavar="V", help="size of the vocabulary")
     shape.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters")
-    run = add_run_arguments(parser, repeats=9, allocator="keep", plot=True)
+    run = add_run_arguments(parser, repeats=21, allocator="keep", plot=True)
     run.add_argument("--no-memory", action="store_true", help="leave the peak of memory out")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", default=[], help="flags of Megatron's, for all models")
     args = parse(parser, argv)
@@ -247,7 +256,7 @@ def _result(
         units = extra_units(variant.num_streams, branches_of_layers(args), replay=variant.replay)
         bytes_moved = units * tokens * width * (4 if args.dtype == "fp32" else 2)
         bound = statistics.median(bytes_moved / rate for rate in rates)
-    extra_seconds = statistics.median(extra)
+    extra_seconds, (extra_low, extra_high) = statistics.median(extra), median_interval(extra)
     seconds = statistics.median(own.wall)
     peak = peaks.get(variant)
     return Result(
@@ -264,16 +273,19 @@ def _result(
         extra_seconds=extra_seconds,
         bound_seconds=bound,
         of_bound=extra_seconds / bound if bound else None,
+        of_bound_low=extra_low / bound if bound else None,
+        of_bound_high=extra_high / bound if bound else None,
         peak_bytes=peak,
         peak_ratio=None if peak is None else peak / peaks[Variant(None)],
         loss=loss,
+        seconds_each=own.wall,
     )
 
 
 def make_report(args: argparse.Namespace, results: list[Result], rates: dict[int, float]) -> Report:
     """The results as a table."""
     names = ["model", "D", "ms a step", "tokens/s", "over ordinary", "middle half", "CPU time"]
-    names += ["extra ms", "bound ms", "of bound", "peak MiB", "over ordinary"]
+    names += ["extra ms", "bound ms", "of bound", "95%", "peak MiB", "over ordinary"]
     rows = []
     for result in results:
         ratio = f"{result.ratio:.3f}", f"{result.ratio_low:.3f}-{result.ratio_high:.3f}"
@@ -281,7 +293,7 @@ def make_report(args: argparse.Namespace, results: list[Result], rates: dict[int
         row += [*ratio, f"{result.cpu_ratio:.3f}"]
         is_wide = result.num_streams is not None
         row += [f"{result.extra_seconds * 1e3:.1f}", f"{result.bound_seconds * 1e3:.1f}"] if is_wide else ["", ""]
-        row.append("" if result.of_bound is None else f"{result.of_bound:.2f}")
+        row += [f"{result.of_bound:.2f}", _between(result.of_bound_low, result.of_bound_high)] if is_wide else ["", ""]
         peak = result.peak_bytes is not None and result.peak_ratio is not None
         row += [f"{(result.peak_bytes or 0) / 2**20:.0f}", f"{result.peak_ratio or 0:.3f}"] if peak else ["", ""]
         rows.append(row)
@@ -294,6 +306,10 @@ def make_report(args: argparse.Namespace, results: list[Result], rates: dict[int
         rows,
         f"copy: {copies}; {machine_line(machine())}",
     )
+
+
+def _between(low: float | None, high: float | None) -> str:
+    return f"{low:.2f} to {high:.2f}"
 
 
 def draw(results: list[Result], path: Path) -> None:

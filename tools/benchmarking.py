@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -207,6 +208,20 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(statistics.median(values), low, high)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The range that holds the true median with this confidence, whatever the distribution: two of the sorted values.
+
+    Of n values the number below the median is binomial(n, 1/2), which sets the ranks (Conover, Practical Nonparametric
+    Statistics, 3.2). Fewer than 6 values cannot say 0.95; the range is then all of them.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, rank = 0.0, 0
+    while rank < n // 2 and (outside := outside + 2 * math.comb(n, rank) / 2**n) <= 1 - confidence:
+        rank += 1
+    lowest = max(rank - 1, 0)
+    return ordered[lowest], ordered[n - 1 - lowest]
 
 
 def over(values: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -153,6 +153,8 @@ _NOT_SERVED: tuple[tuple[str, str], ...] = (
     ("rampup_batch_size", "--rampup-batch-size"),
     ("phase_transition_iterations", "--phase-transition-iterations"),
     ("apply_residual_connection_post_layernorm", "--apply-residual-connection-post-layernorm"),
+    ("openai_gelu", "--openai-gelu"),
+    ("onnx_safe", "--onnx-safe"),
 )
 
 
@@ -233,11 +235,22 @@ def _check_model_shape(args: argparse.Namespace) -> None:
 
 
 def _check_run(args: argparse.Namespace) -> None:
-    """Refuse what ends a run of megatron-core 0.19.2 by an error of its own."""
+    """Refuse what ends a run of megatron-core 0.19.2 by an error of its own, and what would change nothing in it."""
     if args.moe_use_upcycling:
         raise LocalChoiceError(
             "--moe-use-upcycling: megatron-core 0.19.2 loads the dense checkpoint by an argument that its own "
             "load_checkpoint does not have. Leave it out."
+        )
+    kitchen = [getattr(args, name, None) for name in ("kitchen_config_file", "kitchen_recipe_number")]
+    if args.use_kitchen_attention and kitchen == [None, None]:
+        raise LocalChoiceError(
+            "--use-kitchen-attention changes nothing without --kitchen-config-file or --kitchen-recipe-number, options "
+            "that are there with the package nvidia-kitchen: leave it out."
+        )
+    if args.first_last_layers_bf16 and not (args.fp8 or args.fp4):
+        raise LocalChoiceError(
+            "--first-last-layers-bf16 keeps layers of FP8 or FP4 training in bf16 and changes nothing otherwise: add "
+            "--fp8-format or --fp4-format, or leave it out."
         )
     if args.full_validation and not args.multiple_validation_sets:
         raise LocalChoiceError(
