@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,22 @@ def run(cache: Path, **variables: str) -> list[str]:
 
 
 def test_first_process_builds_the_kernels_and_the_second_loads_them(tmp_path: Path) -> None:
-    first = run(tmp_path)
+    compiling, *first = run(tmp_path)
+    assert compiling.startswith("INFO Compiling the streamwise operators with /"), compiling
     assert first[0].startswith("INFO Streamwise residual operators on cpu: compiled kernels (read compiled, "), first
     assert first[1:] == ["BACKEND compiled"] * 2
     (library,) = tmp_path.iterdir()  # no folder of an unfinished build is left
     built = library.stat().st_mtime_ns
     assert run(tmp_path) == first
     assert library.stat().st_mtime_ns == built, "the second process built again"
+
+
+def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
+    """The ranks of a node's first run; a compilation takes a gigabyte of memory."""
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: run(tmp_path), range(3)))
+    assert sum(line.startswith("INFO Compiling") for lines in found for line in lines) == 1, found
+    assert [lines[-1] for lines in found] == ["BACKEND compiled"] * 3
 
 
 def test_without_a_compiler_auto_warns_once_with_the_reason_and_runs_eager(tmp_path: Path) -> None:
@@ -63,6 +73,8 @@ def test_a_build_that_fails_is_reported_with_the_compilers_message(tmp_path: Pat
     compiler.chmod(0o755)
     cache = tmp_path / "cache"
     lines = run(cache, CXX=str(compiler), MEGATRON_STREAMWISE_BACKEND="compiled")
+    lines = [line for line in lines if not line.startswith("INFO Compiling")]
+    assert len(lines) == 2
     assert all(line.startswith("ERROR StreamwiseBackendError") for line in lines), lines
     assert "fatal error: no backend for you" in lines[0]
     assert list(cache.iterdir()) == [], "an unfinished build was left"

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: roundings, mixtures of dtypes, repetition, and the vectors of older processors.
+"""The compiled CPU operators: roundings, mixtures of dtypes, repetition, and the vectors of older processors.
 
     pytest tests/test_streamwise_residual_compiled.py
 
@@ -8,18 +8,19 @@ Tensor names: n tokens, k streams, d branch width.
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.core.transformer import streamwise_residual_kernels, streamwise_residual_library
+from megatron.core.transformer.streamwise_residual_autograd import AutogradOperators
 from megatron.core.transformer.streamwise_residual_compiled import CompiledOperators
-from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
 from megatron.core.transformer.streamwise_residual_factor_operators import FactorOperators
 from megatron.core.transformer.streamwise_residual_library import load_library
-from megatron.core.transformer.streamwise_residual_norm import NormCall, NormKind, StreamNorm
-from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
+from megatron.core.transformer.streamwise_residual_norm import NormKind, StreamNorm
+from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, WriteOptions
 
 N, K, D = 37, 5, 83  # nothing is a multiple of anything
 P = 9  # length of a padded controller
@@ -27,166 +28,258 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.fixture(scope="module")
-def kernels() -> CompiledOperators:
+def operators() -> CompiledOperators:
     return CompiledOperators(load_library())
 
 
-def everything(
-    kernels: StreamwiseOperators,
-    stream: torch.dtype,
-    branch: torch.dtype,
-    *,
-    norms: bool = True,
-    values: torch.dtype | None = None,
-    d: int = D,
-) -> list[Tensor]:
-    """Every result of every operator, with retention, without and with a bias and norms, for the same inputs."""
-    generator = torch.Generator().manual_seed(1)
+class Case:
+    """Random inputs of one size, and every operator on them with its gradients."""
 
-    def random(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    def __init__(
+        self,
+        stream: torch.dtype,
+        branch: torch.dtype,
+        *,
+        values: torch.dtype | None = None,
+        n: int = N,
+        k: int = K,
+        d: int = D,
+        seed: int = 1,
+    ) -> None:
+        self.held = torch.float64 if torch.float64 in (stream, branch, values) else torch.float32
+        self.k, self.branch, generator = k, branch, torch.Generator().manual_seed(seed)
 
-    held = torch.float64 if torch.float64 in (stream, branch, values) else torch.float32
-    x, y, through = (random(N, K * d, dtype=stream) for _ in range(3))
-    u, z = (random(N, d, dtype=branch) for _ in range(2))
-    kinds: tuple[ControllerKind, ...] = ("write", "retention", "read")
-    w, g, r = (Controller(random(P, dtype=values or held), K, kind, held, 0.1) for kind in kinds)
-    bias_d = random(d, dtype=branch)
-    parameters = [random(d, dtype=held) for _ in range(2)]
-    plain = StreamwiseUpdate(u, u.dtype)
-    updates = [plain, StreamwiseUpdate(u, u.dtype, bias_d)] if kernels.fuses_bias(stream, branch) else [plain]
-    found: list[Tensor | None] = [kernels.read_forward(x, r, branch)]
-    for added in (None, through):
-        found += kernels.read_backward(z, x, r, stream, wants_grad_x=True, through=added)
-    for update in updates:
-        has_bias = update.bias_d is not None
-        found += [
-            kernels.write_forward(x, update, w, g),
-            *kernels.write_backward(y, x, update, w, g, wants_grad_x=True, wants_grad_u=True)[: 4 + has_bias],
-            *kernels.write_read_forward(x, update, w, g, r, branch),
-            *kernels.write_read_backward(y, z, x, update, w, g, r)[: 5 + has_bias],
-        ]
-    assert all(result is not None for result in found)
-    if norms and kernels.fuses_norm(d, stream, branch, held):
-        for norm in (StreamNorm("RMSNorm", d, 1e-5, parameters[0]), StreamNorm("LayerNorm", d, 1e-5, *parameters)):
-            call, other = NormCall(norm, held), NormCall(norm, held)
-            found += [
-                kernels.read_forward(x, r, branch, call),
-                *kernels.read_backward(z, x, r, stream, wants_grad_x=True, through=through, norm=call),
-                *kernels.write_read_forward(x, plain, w, g, r, branch, other),
-                *kernels.write_read_backward(y, z, x, plain, w, g, r, other),
-            ]
-            for made in (call, other):
-                found += [made.mean_n, made.scale_n, made.grad_weight_d, made.grad_bias_d]
-    return [result for result in found if result is not None]
+        def random(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.x, self.grad_y, self.through = (random(n, k * d, dtype=stream) for _ in range(3))
+        self.u, self.grad_z = (random(n, d, dtype=branch) for _ in range(2))
+        self.write_p, self.retention_p, self.read_p = (random(P, dtype=values or self.held) for _ in range(3))
+        self.bias_d = random(d, dtype=branch)
+        weight_d, shift_d = (random(d, dtype=self.held).requires_grad_() for _ in range(2))
+        self.norms: dict[NormKind | None, StreamNorm | None] = {
+            None: None,
+            "RMSNorm": StreamNorm("RMSNorm", d, 1e-5, weight_d),
+            "LayerNorm": StreamNorm("LayerNorm", d, 1e-5, weight_d, shift_d),
+        }
+        for tensor in (self.x, self.u, self.write_p, self.retention_p, self.read_p, self.bias_d):
+            tensor.requires_grad_()
+        self.rows = slice(None)
+
+    def read(self, operators: StreamwiseOperators, kind: NormKind | None = None, *, through: bool = False) -> Found:
+        """z and the gradients of the stream, the controller and the norm."""
+        norm, x, grad_z = self.norms[kind], self.x[self.rows], self.grad_z[self.rows]
+        made: Any = operators.read(
+            x, self.read_p, norm, num_streams=self.k, is_logit=True, z_dtype=self.branch, passes=through
+        )
+        outputs, gradients = (made, [grad_z, self.through[self.rows]]) if through else ([made], [grad_z])
+        return self._found(outputs[:1], outputs, gradients, x=x, read=self.read_p, **_parameters(norm))
+
+    def write(
+        self,
+        operators: StreamwiseOperators,
+        *,
+        retained: bool = True,
+        biased: bool = False,
+        update: Tensor | None = None,
+    ) -> Found:
+        """Y and the gradients of the stream, the update, the controllers and the bias."""
+        x, inputs, options = self.x[self.rows], self._inputs(retained, biased, update), WriteOptions(self.k, True, 0.1)
+        y = operators.write(x, inputs["u"], inputs.get("bias"), None, self.write_p, inputs.get("retention"), options)
+        return self._found([y], [y], [self.grad_y[self.rows]], x=x, **inputs)
+
+    def write_read(
+        self,
+        operators: StreamwiseOperators,
+        kind: NormKind | None = None,
+        *,
+        retained: bool = True,
+        biased: bool = False,
+        update: Tensor | None = None,
+    ) -> Found:
+        """Y, z and all gradients."""
+        x, inputs, options = self.x[self.rows], self._inputs(retained, biased, update), WriteOptions(self.k, True, 0.1)
+        norm = self.norms[kind]
+        u, bias, retention = inputs["u"], inputs.get("bias"), inputs.get("retention")
+        outputs = operators.write_read(
+            x, u, bias, None, self.write_p, retention, self.read_p, norm, options, self.branch
+        )
+        gradients = [self.grad_y[self.rows], self.grad_z[self.rows]]
+        return self._found(outputs, outputs, gradients, x=x, read=self.read_p, **inputs, **_parameters(norm))
+
+    def _inputs(self, retained: bool, biased: bool, update: Tensor | None) -> dict[str, Tensor]:
+        given = {"u": self.u[self.rows] if update is None else update, "write": self.write_p}
+        given |= {"retention": self.retention_p} if retained else {}
+        return given | ({"bias": self.bias_d} if biased else {})
+
+    def _found(self, results: Any, outputs: Any, gradients: list[Tensor], **inputs: Tensor) -> Found:
+        found = torch.autograd.grad(outputs, list(inputs.values()), gradients)
+        named = {f"grad_{name}": gradient for name, gradient in zip(inputs, found, strict=True)}
+        return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **named}
 
 
-def test_bf16_is_rounded_as_pytorch_rounds_it_subnormals_and_nan_included(kernels: CompiledOperators) -> None:
-    """A write of one stream by 1 into zeros is the conversion from fp32 to bf16, and a read the one back."""
+Found = dict[str, Tensor]
+
+
+def _parameters(norm: StreamNorm | None) -> Found:
+    if norm is None or norm.weight_d is None:
+        return {}
+    return {"weight": norm.weight_d} | ({} if norm.bias_d is None else {"shift": norm.bias_d})
+
+
+def everything(operators: StreamwiseOperators, case: Case, *, fused: bool = True) -> list[Tensor]:
+    """Every result of every operator, with and without retention; where `fused`, with biases and norms too."""
+    stream = case.x.dtype
+    biases = [False, True] if fused and operators.fuses_bias(stream, case.branch) else [False]
+    norms = [None, "RMSNorm", "LayerNorm"] if operators.fuses_norm(D, stream, case.branch, case.held) else [None]
+    found: list[Found] = []
+    for kind in norms if fused else [None]:
+        found += [case.read(operators, kind, through=through) for through in (False, True)]  # type: ignore[arg-type]
+        found += [case.write_read(operators, kind, biased=biased) for biased in biases]  # type: ignore[arg-type]
+    for retained in (False, True):
+        found += [case.write(operators, retained=retained, biased=biased) for biased in biases]
+    return [result for results in found for result in results.values()]
+
+
+def test_bf16_is_rounded_as_pytorch_rounds_it_subnormals_and_nan_included(operators: CompiledOperators) -> None:
+    """A read of one stream by 1 is the conversion from fp32 to bf16, and the one back."""
+
+    def converted(x_nd: Tensor, to: torch.dtype) -> Tensor:
+        z: Tensor = operators.read(x_nd, torch.ones(1), None, num_streams=1, is_logit=False, z_dtype=to, passes=False)
+        return z
+
     bits = torch.arange(0, 1 << 32, 65521, dtype=torch.int64)  # every exponent, both signs, infinities, NaN
     values_nd = bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)[None]
-    whole = Controller(torch.ones(1), 1, "factor", torch.float32)
-    rounded = kernels.read_forward(values_nd, whole, torch.bfloat16)
-    wanted = values_nd.to(torch.bfloat16)
+    rounded, wanted = converted(values_nd, torch.bfloat16), values_nd.to(torch.bfloat16)
     is_number = ~wanted.isnan()
     assert torch.equal(rounded.isnan(), wanted.isnan())
     assert torch.equal(rounded[is_number].view(torch.int16), wanted[is_number].view(torch.int16))
     subnormal_nd = torch.tensor([[1, 2, 127, -32767]], dtype=torch.int16).view(torch.bfloat16)
-    read = kernels.read_forward(subnormal_nd, whole, torch.float32)
-    assert torch.equal(read, subnormal_nd.float()), "subnormal bf16 numbers changed"
+    assert torch.equal(converted(subnormal_nd, torch.float32), subnormal_nd.float()), "subnormal bf16 numbers changed"
 
 
 @pytest.mark.parametrize("stream", DTYPES, ids=str)
 @pytest.mark.parametrize("branch", [*DTYPES, torch.float16], ids=str)
 def test_twenty_repetitions_give_the_same_bits_in_every_mixture_of_dtypes(
-    kernels: CompiledOperators, stream: torch.dtype, branch: torch.dtype
+    operators: CompiledOperators, stream: torch.dtype, branch: torch.dtype
 ) -> None:
-    first = everything(kernels, stream, branch)
+    case = Case(stream, branch)
+    first = everything(operators, case)
     for _ in range(19):
-        for one, other in zip(first, everything(kernels, stream, branch), strict=True):
+        for one, other in zip(first, everything(operators, case), strict=True):
             assert torch.equal(one, other)
-
-
-def _without_biases(kernels: CompiledOperators) -> CompiledOperators:
-    """The same operators, of which `everything` asks no bias."""
-    kernels = CompiledOperators(load_library())
-    kernels.fuses_bias = lambda *_: False  # type: ignore[method-assign]
-    return kernels
 
 
 @pytest.mark.parametrize("d", [1, 15, 16, 17, 1023, 1024, 1025, 2100])
 @pytest.mark.parametrize("values", [torch.float32, torch.float64], ids=str)
 def test_rows_of_any_length_give_what_the_eager_kernels_give(
-    kernels: CompiledOperators, d: int, values: torch.dtype
+    operators: CompiledOperators, d: int, values: torch.dtype
 ) -> None:
-    stream = values  # fp64 controllers beside an fp32 stream run on the eager kernels
-    compiled, eager = _without_biases(kernels), FactorOperators("eager", streamwise_residual_kernels)
+    eager = AutogradOperators(FactorOperators("eager", streamwise_residual_kernels))
+    case = Case(values, values, values=values, d=d)
     for found, wanted in zip(
-        everything(compiled, stream, stream, norms=False, values=values, d=d),
-        everything(eager, stream, stream, norms=False, values=values, d=d),
-        strict=True,
+        everything(operators, case, fused=False), everything(eager, case, fused=False), strict=True
     ):
         assert found.dtype is wanted.dtype
-        tolerance = 1e-5 if stream is torch.float32 else 1e-13
+        tolerance = 1e-5 if values is torch.float32 else 1e-13
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("update", [*DTYPES[:2], torch.float16], ids=str)
+@pytest.mark.parametrize("branch", [*DTYPES[:2], torch.float16], ids=str)
+@pytest.mark.parametrize("stream", DTYPES[:2], ids=str)
+def test_an_update_of_another_dtype_than_the_next_read_gives_the_bits_of_two_operators(
+    operators: CompiledOperators, stream: torch.dtype, branch: torch.dtype, update: torch.dtype
+) -> None:
+    """With dropout beside an fp32 stream, the update is fp32 and the branch half precision."""
+    case = Case(stream, branch)
+    u = case.u.detach().to(update).requires_grad_()
+    case.norms = {None: None, "RMSNorm": case.norms["RMSNorm"]}
+    fused = operators.fuses_norm(D, stream, branch, torch.float32)
+    for kind in (None, "RMSNorm") if fused else (None,):
+        found = case.write_read(operators, kind, update=u)
+        y = operators.write(case.x, u, None, None, case.write_p, case.retention_p, WriteOptions(K, True, 0.1))
+        z, through = operators.read(
+            y,
+            case.read_p,
+            case.norms[kind],
+            num_streams=K,
+            is_logit=True,
+            z_dtype=branch,
+            passes=True,
+        )
+        inputs = {"x": case.x, "u": u, "write": case.write_p, "retention": case.retention_p, "read": case.read_p}
+        wanted = torch.autograd.grad((z, through), list(inputs.values()), (case.grad_z, case.grad_y))
+        assert torch.equal(found["result 0"], y), "Y differs"
+        assert torch.equal(found["result 1"], z), "z differs"
+        for name, gradient in zip(inputs, wanted, strict=True):
+            assert found[f"grad_{name}"].dtype is gradient.dtype
+            torch.testing.assert_close(found[f"grad_{name}"], gradient, rtol=1e-2, atol=2e-2, msg=name)
 
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [None, "RMSNorm", "LayerNorm"])
 def test_a_gradient_that_passes_through_a_read_is_added_with_the_bits_of_an_addition(
-    kernels: CompiledOperators, stream: torch.dtype, branch: torch.dtype
+    operators: CompiledOperators, stream: torch.dtype, branch: torch.dtype, kind: NormKind | None
 ) -> None:
-    generator = torch.Generator().manual_seed(2)
-    x, through = (torch.randn(N, K * D, generator=generator).to(stream) for _ in range(2))
-    z = torch.randn(N, D, generator=generator).to(branch)
-    read = Controller(torch.randn(P, generator=generator), K, "read", torch.float32)
-    weight_d, bias_d = torch.randn(2, D, generator=generator)
-    for norm in (None, StreamNorm("RMSNorm", D, 1e-5, weight_d), StreamNorm("LayerNorm", D, 1e-5, weight_d, bias_d)):
-        calls = [None, None] if norm is None else [NormCall(norm, torch.float32), NormCall(norm, torch.float32)]
-        for call in calls:
-            kernels.read_forward(x, read, branch, call)
-        alone, wanted = kernels.read_backward(z, x, read, stream, wants_grad_x=True, norm=calls[0])
-        joined, found = kernels.read_backward(z, x, read, stream, wants_grad_x=True, through=through, norm=calls[1])
-        assert alone is not None
-        assert joined is not None
-        assert torch.equal(joined, alone + through), "one rounding is missing: the read's, or the addition's"
-        assert found is not None
-        assert wanted is not None
-        assert torch.equal(found, wanted), "the controller's gradient depends on what passes through"
+    case = Case(stream, branch, seed=2)
+    alone, joined = case.read(operators, kind), case.read(operators, kind, through=True)
+    assert torch.equal(joined.pop("grad_x"), alone.pop("grad_x") + case.through), "a rounding is missing"
+    assert alone.keys() == joined.keys()
+    for name, wanted in alone.items():
+        assert torch.equal(joined[name], wanted), f"{name} depends on what passes through"
 
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 def test_a_bias_in_the_write_gives_the_bits_of_an_addition_before_it(
-    kernels: CompiledOperators, stream: torch.dtype
+    operators: CompiledOperators, stream: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(N, K * D, generator=generator).to(stream) for _ in range(2))
-    u, z, bias = (torch.randn(*s, generator=generator).to(stream) for s in ((N, D), (N, D), (D,)))
-    w, r = (Controller(torch.randn(P, generator=generator), K, kind, torch.float32) for kind in ("write", "read"))
-    assert kernels.fuses_bias(stream, stream)
-    results, gradients = [], []
-    for update in (StreamwiseUpdate(u, stream, bias), StreamwiseUpdate(u + bias, stream)):
-        *of_write, grad_bias_d = kernels.write_backward(y, None, update, w, None, wants_grad_x=True, wants_grad_u=True)
-        *of_both, other_bias_d = kernels.write_read_backward(y, z, x, update, w, None, r)
-        gradients += [(of_write[1], grad_bias_d), (of_both[1], other_bias_d)]
-        forwards = [
-            kernels.write_forward(x, update, w, None),
-            *kernels.write_read_forward(x, update, w, None, r, stream),
-        ]
-        results.append([*forwards, *of_write, *of_both])
-    for fused, apart in zip(*results, strict=True):
-        assert (fused is None) == (apart is None)
-        assert fused is None or torch.equal(fused, apart)
-    for grad_u, grad_bias_d in gradients[:2]:
-        assert grad_u is not None
-        assert grad_bias_d is not None
-        torch.testing.assert_close(grad_bias_d, grad_u.float().sum(0), rtol=1e-5, atol=1e-5)
-    assert all(grad_bias_d is None for _, grad_bias_d in gradients[2:]), "a gradient of a bias that is not there"
+    case = Case(stream, stream, seed=3)
+    assert operators.fuses_bias(stream, stream)
+    added = (case.u + case.bias_d).detach().requires_grad_()
+    for operator in (case.write, case.write_read):
+        fused = operator(operators, biased=True, retained=False)
+        apart = operator(operators, update=added, retained=False)
+        grad_bias_d = fused.pop("grad_bias")
+        torch.testing.assert_close(grad_bias_d.float(), fused["grad_u"].float().sum(0), rtol=1e-2, atol=1e-4)
+        assert fused.keys() == apart.keys()
+        for name, wanted in apart.items():
+            assert torch.equal(fused[name], wanted), name
+
+
+def test_only_what_a_wanted_gradient_needs_is_saved(operators: CompiledOperators) -> None:
+    """A write without retention keeps its update alone, one whose map is frozen nothing; a write and read never Y."""
+    case, saved = Case(torch.float32, torch.float32), []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    options, wide = WriteOptions(K, True, 0.1), {case.x.data_ptr(): "x", case.u.data_ptr(): "u"}
+
+    def kept() -> list[str]:
+        names = sorted(wide[pointer] for pointer in saved if pointer in wide)
+        others = [pointer for pointer in saved if pointer not in wide]
+        saved.clear()
+        return [*names, *("Y" for pointer in others if pointer == y.data_ptr())]
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = operators.write(case.x, case.u, None, None, case.write_p, None, options)
+        assert kept() == ["u"]
+        y = operators.write(case.x, case.u, None, None, case.write_p, case.retention_p, options)
+        assert kept() == ["u", "x"]
+        y = operators.write(case.x, case.u, None, None, case.write_p.detach(), None, options)
+        assert kept() == []
+        y, _ = operators.write_read(
+            case.x, case.u, None, None, case.write_p, None, case.read_p, case.norms["RMSNorm"], options, torch.float32
+        )
+        assert kept() == ["u", "x"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 def test_narrower_vectors_give_the_same_results(
-    kernels: CompiledOperators, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    operators: CompiledOperators, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build for processors without AVX; one with AVX2 differs from it in the size of a vector alone."""
     flags = tuple("-march=x86-64" if flag == "-march=native" else flag for flag in streamwise_residual_library.FLAGS)
@@ -194,7 +287,8 @@ def test_narrower_vectors_give_the_same_results(
     monkeypatch.setenv(streamwise_residual_library.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
     narrow = CompiledOperators(load_library())
     for dtype in (torch.float32, torch.bfloat16):
-        for one, other in zip(everything(kernels, dtype, dtype), everything(narrow, dtype, dtype), strict=True):
+        case = Case(dtype, dtype)
+        for one, other in zip(everything(operators, case), everything(narrow, case), strict=True):
             tolerance = 1e-5 if one.dtype is not torch.bfloat16 else 1e-2
             error = (one.double() - other.double()).abs().max() / one.double().abs().max()
             assert error < tolerance, f"{dtype}: {error} of the largest element"
@@ -205,40 +299,28 @@ def test_narrower_vectors_give_the_same_results(
 @pytest.mark.parametrize("kind", [None, "RMSNorm"])
 @pytest.mark.parametrize("retained", [False, True], ids=["kept whole", "retention"])
 def test_a_large_stream_has_the_bits_of_its_parts(
-    kernels: CompiledOperators, stream: torch.dtype, k: int, kind: NormKind | None, retained: bool
+    operators: CompiledOperators, stream: torch.dtype, k: int, kind: NormKind | None, retained: bool
 ) -> None:
     """A stream that goes past the caches, whole, and in parts small enough to stay in them."""
     d, parts = 128, 4
     n = parts * 800 * (2 if stream is torch.bfloat16 else 1)
     assert n * k * d * stream.itemsize > 4 << 20 > n * k * d * stream.itemsize // parts, "the sizes are off"
-    generator = torch.Generator().manual_seed(4)
-    x, y, through = (torch.randn(n, k * d, generator=generator).to(stream) for _ in range(3))
-    u, z = (torch.randn(n, d, generator=generator).to(stream) for _ in range(2))
-    kinds: tuple[ControllerKind, ...] = ("write", "read", "retention")
-    w, r, q = (Controller(torch.randn(P, generator=generator), k, kind, torch.float32, 0.1) for kind in kinds)
-    g = q if retained else None
-    norm = None if kind is None else StreamNorm(kind, d, 1e-5, torch.randn(d, generator=generator))
+    case = Case(stream, stream, n=n, k=k, d=d, seed=4)
 
     def results(rows: slice) -> list[Tensor]:
-        x_nw, y_nw, u_nd, z_nd = x[rows], y[rows], u[rows], z[rows]
-        update = StreamwiseUpdate(u_nd, stream)
-        read_call, fused_call = (None if norm is None else NormCall(norm, torch.float32) for _ in range(2))
-        found: list[Tensor | None] = [kernels.read_forward(x_nw, r, stream, read_call)]
-        for added in (None, through[rows]):
-            found.append(
-                kernels.read_backward(z_nd, x_nw, r, stream, wants_grad_x=True, through=added, norm=read_call)[0]
-            )
-        found.append(kernels.write_forward(x_nw, update, w, g))
-        found += kernels.write_backward(y_nw, x_nw, update, w, g, wants_grad_x=True, wants_grad_u=True)[:2]
-        found += kernels.write_backward(y_nw, None, update, w, None, wants_grad_x=True, wants_grad_u=True)[:2]
-        found += kernels.write_read_forward(x_nw, update, w, g, r, stream, fused_call)
-        found += kernels.write_read_backward(y_nw, z_nd, x_nw, update, w, g, r, fused_call)[:2]
-        assert all(result is not None for result in found)
-        return [result for result in found if result is not None]
+        case.rows = rows
+        found = [
+            *(case.read(operators, kind, through=through) for through in (False, True)),
+            case.write(operators, retained=retained),
+            case.write_read(operators, kind, retained=retained),
+        ]
+        length = case.x[rows].shape[0]
+        return [result for results in found for result in results.values() if result.shape[0] == length]
 
     whole = results(slice(None))
     length = n // parts
     in_parts = [results(slice(start, start + length)) for start in range(0, n, length)]
+    assert len(whole) == 2 + 2 + 3 + 4
     for index, one in enumerate(whole):
         other = torch.cat([part[index] for part in in_parts])
         assert torch.equal(one, other), f"result {index} has other bits in a large stream"

@@ -7,6 +7,7 @@ Tensor names: n tokens, k streams, d branch width.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,8 +118,10 @@ def test_a_layer_reads_its_stream_twice_not_three_times_and_gives_the_bits_of_it
         halves = layer._forward_mlp(layer._forward_attention(x_sbw, attention_mask=mask)[0])
         names = graph_nodes(whole)
     assert torch.equal(whole, halves), "the layer differs from its two halves"
-    operations = ("StreamwiseReadBackward", "StreamwiseWriteReadBackward", "StreamwiseWriteBackward")
-    assert [names.count(name) for name in operations] == [1, 1, 1]
+    operations = sorted(
+        found[0] for name in names if (found := re.search(r"Streamwise[A-Za-z]*?(?=Backward|>|$)", name))
+    )
+    assert operations == ["StreamwiseRead", "StreamwiseWrite", "StreamwiseWriteRead"]
 
 
 X, U, L = torch.ones(2, 8), torch.ones(2, 2), torch.zeros(4)

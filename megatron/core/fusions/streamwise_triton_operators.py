@@ -3,7 +3,7 @@
     operators = TritonOperators()
     y, z = operators.write_read_forward(x, update, write, retention, read, torch.bfloat16)
 
-StreamwiseOperators of megatron.core.transformer.streamwise_residual_protocol, chosen by streamwise_residual_backends
+StreamwisePasses of megatron.core.transformer.streamwise_residual_protocol, chosen by streamwise_residual_backends
 for CUDA tensors, and for CPU tensors under TRITON_INTERPRET=1. What always holds: each operator is one kernel, with a
 norm too (streamwise_triton_norm_operators), each controller's gradient one more; bias and dropout of an update are part
 of the write; any strides with contiguous rows are taken as they are, others are made contiguous; K from 1 to 16;
@@ -37,7 +37,7 @@ from megatron.core.transformer.streamwise_residual_protocol import StreamwiseUpd
 
 
 class TritonOperators:
-    """StreamwiseOperators through Triton."""
+    """StreamwisePasses through Triton."""
 
     name = "triton"
     fuses_dropout = True

@@ -1,6 +1,9 @@
-"""The streamwise operators as autograd functions, over the operators of a backend.
+"""The streamwise operators as autograd functions, over the forwards and backwards of a backend.
 
-Called by streamwise_residual_ops after its argument checks, with the operators that serve the device. What always
+    operators = AutogradOperators(FactorOperators("eager", streamwise_residual_kernels))
+    y = operators.write(x, u, None, None, write_logits_p, None, WriteOptions(num_streams=4, is_logit=True))
+
+Made by streamwise_residual_backends, called by streamwise_residual_ops after its argument checks. What always
 holds: the backward is written by hand and differentiable once; it runs on the backend of its forward; only what a
 wanted gradient needs is saved, and for the fused write and read that is its inputs alone, never Y. A norm adds one or
 two numbers per token, never z.
@@ -10,35 +13,71 @@ Tensor names: n tokens, k streams, d branch width, p padded controller; x and y 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
+from megatron.core.transformer.streamwise_residual_controllers import Controller
 from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
-from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, StreamwiseUpdate
+from megatron.core.transformer.streamwise_residual_protocol import (
+    StreamwisePasses,
+    StreamwiseUpdate,
+    WriteOptions,
+)
 
 
-@dataclass(frozen=True)
-class WriteOptions:
-    """What a write is told beside tensors."""
+class AutogradOperators:
+    """StreamwiseOperators over StreamwisePasses; both are defined in streamwise_residual_protocol."""
 
-    num_streams: int
-    is_logit: bool
-    max_forget: float = 0.0
-    dropout: float = 0.0
+    def __init__(self, passes: StreamwisePasses) -> None:
+        self._passes = passes
+        self.name, self.fuses_dropout, self.max_streams = passes.name, passes.fuses_dropout, passes.max_streams
+        self.paths, self.fuses_norm, self.fuses_bias = passes.paths, passes.fuses_norm, passes.fuses_bias
 
-    def controllers(
-        self, sum_dtype: torch.dtype, write_p: Tensor, retention_p: Tensor | None
-    ) -> tuple[Controller, Controller | None]:
-        """(write, retention or None)."""
-        write = Controller(write_p, self.num_streams, "write" if self.is_logit else "factor", sum_dtype)
-        if retention_p is None:
-            return write, None
-        kind: ControllerKind = "retention" if self.is_logit else "factor"
-        return write, Controller(retention_p, self.num_streams, kind, sum_dtype, self.max_forget)
+    def read(
+        self,
+        x: Tensor,
+        read_p: Tensor,
+        norm: StreamNorm | None,
+        *,
+        num_streams: int,
+        is_logit: bool,
+        z_dtype: torch.dtype,
+        passes: bool,
+    ) -> Any:
+        tensors = (x, read_p, *_parameters(norm))
+        return StreamwiseRead.apply(*tensors, self._passes, num_streams, is_logit, z_dtype, norm, passes)
+
+    def write(
+        self,
+        x: Tensor,
+        u: Tensor,
+        bias_d: Tensor | None,
+        seed: Tensor | None,
+        write_p: Tensor,
+        retention_p: Tensor | None,
+        options: WriteOptions,
+    ) -> Tensor:
+        y: Tensor = StreamwiseWrite.apply(x, u, bias_d, seed, write_p, retention_p, self._passes, options)
+        return y
+
+    def write_read(
+        self,
+        x: Tensor,
+        u: Tensor,
+        bias_d: Tensor | None,
+        seed: Tensor | None,
+        write_p: Tensor,
+        retention_p: Tensor | None,
+        read_p: Tensor,
+        norm: StreamNorm | None,
+        options: WriteOptions,
+        z_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (x, u, bias_d, seed, write_p, retention_p, read_p, *_parameters(norm))
+        y, z = StreamwiseWriteRead.apply(*tensors, self._passes, options, z_dtype, norm)
+        return y, z
 
 
 class StreamwiseRead(torch.autograd.Function):
@@ -55,7 +94,7 @@ class StreamwiseRead(torch.autograd.Function):
         read_p: Tensor,
         weight_d: Tensor | None,
         bias_d: Tensor | None,
-        operators: StreamwiseOperators,
+        operators: StreamwisePasses,
         num_streams: int,
         is_logit: bool,
         z_dtype: torch.dtype,
@@ -78,7 +117,7 @@ class StreamwiseRead(torch.autograd.Function):
         if grad_z is None:
             return _wanted(ctx, through)
         x, _, _, _, mean_n, scale_n = ctx.saved_tensors
-        operators: StreamwiseOperators = ctx.operators
+        operators: StreamwisePasses = ctx.operators
         call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
         grad_x, grad_read_p = operators.read_backward(
             grad_z, x, ctx.read, ctx.x_dtype, wants_grad_x=ctx.needs_input_grad[0], through=through, norm=call
@@ -98,7 +137,7 @@ class StreamwiseWrite(torch.autograd.Function):
         seed: Tensor | None,
         write_p: Tensor,
         retention_p: Tensor | None,
-        operators: StreamwiseOperators,
+        operators: StreamwisePasses,
         options: WriteOptions,
     ) -> Tensor:
         ctx.write, ctx.retention = options.controllers(sum_dtype_of(x, u, write_p, retention_p), write_p, retention_p)
@@ -117,7 +156,7 @@ class StreamwiseWrite(torch.autograd.Function):
         needs_x, needs_u, needs_bias, _, needs_write = ctx.needs_input_grad[:5]
         if ctx.retention is None and not (needs_u or needs_bias or needs_write):
             return _wanted(ctx, grad_y)
-        operators: StreamwiseOperators = ctx.operators
+        operators: StreamwisePasses = ctx.operators
         grad_x, grad_u, grad_write_p, grad_retention_p, grad_bias_d = operators.write_backward(
             grad_y,
             x,
@@ -146,7 +185,7 @@ class StreamwiseWriteRead(torch.autograd.Function):
         read_p: Tensor,
         weight_d: Tensor | None,
         norm_bias_d: Tensor | None,
-        operators: StreamwiseOperators,
+        operators: StreamwisePasses,
         options: WriteOptions,
         z_dtype: torch.dtype,
         norm: StreamNorm | None,
@@ -166,7 +205,7 @@ class StreamwiseWriteRead(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         x, u, bias_d, seed, _, _, _, _, _, mean_n, scale_n = ctx.saved_tensors
-        operators: StreamwiseOperators = ctx.operators
+        operators: StreamwisePasses = ctx.operators
         call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
         found = operators.write_read_backward(
             grad_y,
@@ -181,6 +220,11 @@ class StreamwiseWriteRead(torch.autograd.Function):
         grad_bias_d = _bias_gradient(found.grad_u, bias_d, found.grad_bias_d) if ctx.needs_input_grad[2] else None
         controllers = (found.grad_write_p, found.grad_retention_p, found.grad_read_p)
         return _wanted(ctx, found.grad_x, found.grad_u, grad_bias_d, None, *controllers, *_norm_gradients(call))
+
+
+def _parameters(norm: StreamNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    """What autograd must see of a norm."""
+    return (None, None) if norm is None else (norm.weight_d, norm.bias_d)
 
 
 def _norm_call(

@@ -22,6 +22,7 @@ from functools import cache
 import torch
 
 from megatron.core.transformer import streamwise_residual_kernels
+from megatron.core.transformer.streamwise_residual_autograd import AutogradOperators
 from megatron.core.transformer.streamwise_residual_compiled import CompiledOperators
 from megatron.core.transformer.streamwise_residual_factor_operators import FactorOperators
 from megatron.core.transformer.streamwise_residual_library import CompiledKernelsError, load_library
@@ -92,7 +93,7 @@ def _make(name: str, device_type: str, interpreted: bool) -> StreamwiseOperators
     if name == "triton":
         return _make_triton(device_type, interpreted)
     if name == "eager":
-        return FactorOperators("eager", streamwise_residual_kernels)
+        return AutogradOperators(FactorOperators("eager", streamwise_residual_kernels))
     if device_type != "cpu":
         raise StreamwiseBackendError(
             f"{BACKEND_VARIABLE}=compiled serves CPU tensors, got tensors on {device_type}: use auto, triton or eager."
@@ -116,4 +117,4 @@ def _make_triton(device_type: str, interpreted: bool) -> StreamwiseOperators:
         raise StreamwiseBackendError(
             f"triton does not import ({error}); install triton, which comes with PyTorch's CUDA wheels."
         ) from error
-    return TritonOperators()
+    return AutogradOperators(TritonOperators())

@@ -1,7 +1,7 @@
 // CPU kernels of the streamwise residual operators: one pass over memory, one parallel region per call.
 //
-// Built by streamwise_residual_library.py (no PyTorch header is needed), called by streamwise_residual_compiled.py with
-// raw pointers to contiguous memory. Sums are held in float (double for double inputs) and rounded once, at the store.
+// Built by streamwise_residual_library.py (no PyTorch header is needed), called by streamwise_residual_torch.cpp with raw
+// pointers to contiguous memory. Sums are held in float (double for double inputs) and rounded once, at the store.
 // With a norm (streamwise_residual_norm.h; null for none) what a read returns is normed before it leaves the cache.
 //
 // What always holds: the arithmetic of a token does not depend on the number of tokens or threads, and the sums over
@@ -11,11 +11,10 @@
 // Names: n tokens, k streams, d branch width; X wide stream [n, k, d], u and z branch tensors [n, d]; w write, g
 // retention and f read factors [k].
 
+#include "streamwise_residual_kernels.h"
 #include "streamwise_residual_rows.h"
 
-namespace {
-
-using namespace streamwise;
+namespace streamwise {
 
 template <class TX, class TU, class A>
 void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const Controller *read, TU *z,
@@ -211,38 +210,19 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
   if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
 }
 
-}  // namespace
+#define STREAMWISE_KERNELS(TX, TU, A)                                                                               \
+  template void read_forward(int64_t, int64_t, int64_t, int, const TX *, const Controller *, TU *, const Norm<A> *); \
+  template void read_backward(int64_t, int64_t, int64_t, int, const TU *, const TX *, const Controller *,            \
+                              const TX *, TX *, const Norm<A> *);                                                    \
+  template void write_read_forward(int64_t, int64_t, int64_t, int, const TX *, const TU *, const TU *,               \
+                                   const Controller *, const Controller *, const Controller *, TX *, TU *,           \
+                                   const Norm<A> *);                                                                 \
+  template void write_backward(int64_t, int64_t, int64_t, int, const TX *, const TX *, const TU *, const TU *,       \
+                               const Controller *, const Controller *, TX *, TU *, A *);                             \
+  template void write_read_backward(int64_t, int64_t, int64_t, int, const TX *, const TU *, const TX *, const TU *,  \
+                                    const TU *, const Controller *, const Controller *, const Controller *, TX *,    \
+                                    TU *, A *, const Norm<A> *);
 
-#define STREAMWISE_KERNELS(SUFFIX, TX, TU, A)                                                                         \
-  extern "C" void read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x,                    \
-                                        const Controller *read, TU *z, const Norm<A> *norm) {                         \
-    read_forward(n, k, d, threads, x, read, z, norm);                                                                 \
-  }                                                                                                                   \
-  extern "C" void read_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TU *grad_z, const TX *x, \
-                                         const Controller *read, const TX *through, TX *grad_x,                       \
-                                         const Norm<A> *norm) {                                                       \
-    read_backward(n, k, d, threads, grad_z, x, read, through, grad_x, norm);                                          \
-  }                                                                                                                   \
-  extern "C" void write_backward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y,             \
-                                          const TX *x, const TU *u, const TU *bias, const Controller *write,          \
-                                          const Controller *retention, TX *grad_x, TU *grad_u, A *grad_bias) {        \
-    write_backward(n, k, d, threads, grad_y, x, u, bias, write, retention, grad_x, grad_u, grad_bias);                \
-  }                                                                                                                   \
-  extern "C" void write_read_forward_##SUFFIX(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const TU *u, \
-                                              const TU *bias, const Controller *write, const Controller *retention,   \
-                                              const Controller *read, TX *y, TU *z, const Norm<A> *norm) {            \
-    write_read_forward(n, k, d, threads, x, u, bias, write, retention, read, y, z, norm);                             \
-  }                                                                                                                   \
-  extern "C" void write_read_backward_##SUFFIX(                                                                       \
-      int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z, const TX *x, const TU *u,     \
-      const TU *bias, const Controller *write, const Controller *retention, const Controller *read, TX *grad_x,       \
-      TU *grad_u, A *grad_bias, const Norm<A> *norm) {                                                                \
-    write_read_backward(n, k, d, threads, grad_y, grad_z, x, u, bias, write, retention, read, grad_x, grad_u,         \
-                        grad_bias, norm);                                                                             \
-  }
+STREAMWISE_TYPES(STREAMWISE_KERNELS)
 
-STREAMWISE_KERNELS(float_float, float, float, float)
-STREAMWISE_KERNELS(float_bf16, float, bf16, float)
-STREAMWISE_KERNELS(bf16_float, bf16, float, float)
-STREAMWISE_KERNELS(bf16_bf16, bf16, bf16, float)
-STREAMWISE_KERNELS(double_double, double, double, double)
+}  // namespace streamwise

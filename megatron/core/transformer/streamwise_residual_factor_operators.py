@@ -1,4 +1,4 @@
-"""Runs kernels that take factors, the eager ones, as whole streamwise operators.
+"""Runs kernels that take factors, the eager ones, as forwards and backwards of the streamwise operators.
 
     operators = FactorOperators("eager", streamwise_residual_kernels)
     z = operators.read_forward(x, Controller(read_logits_p, 4, "read", torch.float32), torch.bfloat16)
@@ -31,7 +31,7 @@ from megatron.core.transformer.streamwise_residual_protocol import (
 
 
 class FactorOperators:
-    """StreamwiseOperators over StreamwiseKernels; both are defined in streamwise_residual_protocol."""
+    """StreamwisePasses over StreamwiseKernels; both are defined in streamwise_residual_protocol."""
 
     fuses_dropout = False
     max_streams: int | None = None

@@ -1,53 +1,74 @@
-"""Builds the compiled CPU kernels of the streamwise operators, streamwise_residual_cpu.cpp, once per machine.
+"""Builds the compiled CPU operators of the streams, once per machine.
 
-    library = load_library()             # a ctypes library, or CompiledKernelsError with the reason
+    library = load_library()         # the namespace in torch.ops, or CompiledKernelsError with the reason
 
-Used by streamwise_residual_backends. The first use on a machine runs the C++ compiler (`$CXX`, else c++; about 6 s) and
-keeps the library under `$MEGATRON_STREAMWISE_CACHE`, by default ~/.cache/megatron-wide-residual; later processes load
-it from there.
+Two units: the kernels (streamwise_residual_cpu.cpp) and what makes operators of PyTorch of them
+(streamwise_residual_torch.cpp), compiled side by side.
 
-What always holds: the file's name is a digest of the source, the compiler, its flags and the CPU's features, so a home
-folder shared by different machines is safe, and it is renamed into place, so processes that build at once do not
-disturb each other.
+Used by streamwise_residual_backends. The first use on a machine runs the C++ compiler (`$CXX`, else c++; GCC 11, clang
+14 or newer; about 20 s on two cores) and keeps the library under `$MEGATRON_STREAMWISE_CACHE`, by default
+~/.cache/megatron-wide-residual; later processes load it from there. PyTorch's headers come with its wheel; those of
+Python are not needed.
+
+What always holds: the file's name is a digest of the sources, the compiler, its flags, the CPU's features and PyTorch's
+version, so a home folder shared by different machines is safe; it is renamed into place, and of processes that want it
+at once one builds and the others wait where the file system has locks.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MEGATRON_STREAMWISE_CACHE"
-SOURCE = Path(__file__).with_name("streamwise_residual_cpu.cpp")
-_NAMES = ("controllers", "norm", "rows", "tokens", "vectors")
-_HEADERS = tuple(SOURCE.with_name(f"streamwise_residual_{name}.h") for name in _NAMES)
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC")
+_FOLDER = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_STANDARDS = {"cpu": "-std=c++17", "torch": "-std=c++20"}
+"""What is compiled by itself, and its language. (`-O2` made the second one no quicker to compile.)"""
+_HEADERS = ("controllers", "kernels", "norm", "rows", "tensors", "tokens", "vectors")
 
 
 class CompiledKernelsError(RuntimeError):
     """The compiled kernels cannot be had here; the message says why and what to do."""
 
 
-def load_library() -> ctypes.CDLL:
-    """Load the kernels, built first unless a build for this source and machine exists; else CompiledKernelsError."""
+def load_library() -> Any:
+    """Load the operators, built first unless a build for these sources and this machine exists.
+
+    Returns: the namespace in torch.ops with `read`, `read_through`, `write` and `write_read`.
+    Raises: CompiledKernelsError.
+    """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise CompiledKernelsError(
             f"no C++ compiler {os.environ.get('CXX', 'c++')!r} on PATH; install g++ or clang++, or point CXX at one"
         )
-    library = _cache_folder() / f"streamwise_{_digest(compiler)}.so"
+    name = f"streamwise_{_digest(compiler)}"
+    library = _cache_folder() / f"{name}.so"
     if not library.exists():
-        _build(compiler, library)
+        with _one_at_a_time(library.parent):
+            if not library.exists():
+                _build(compiler, library)
     try:
-        loaded = ctypes.CDLL(str(library))
+        torch.ops.load_library(str(library))
     except OSError as error:
         raise CompiledKernelsError(f"{library} does not load ({error}); delete it to have it built again") from error
-    return loaded
+    return getattr(torch.ops, name)
 
 
 def _cache_folder() -> Path:
@@ -59,11 +80,17 @@ def _cache_folder() -> Path:
     return folder
 
 
+def _sources() -> list[Path]:
+    files = [f"{unit}.cpp" for unit in _STANDARDS] + [f"{header}.h" for header in _HEADERS]
+    return [_FOLDER / f"streamwise_residual_{file}" for file in files]
+
+
 def _digest(compiler: str) -> str:
-    """Names a build: source, compiler and its version, flags, CPU features."""
+    """Names a build: sources, compiler and its version, flags, CPU features, PyTorch."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    sources = [path.read_text() for path in (SOURCE, *_HEADERS)]
-    parts = [*sources, compiler, version, *FLAGS, _cpu_features()]
+    sources = [path.read_text() for path in _sources()]
+    of_torch = [torch.__version__, str(torch.version.git_version)]
+    parts = [*sources, compiler, version, *FLAGS, *_STANDARDS.values(), _cpu_features(), *of_torch]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -75,17 +102,55 @@ def _cpu_features() -> str:
     return "\n".join(sorted({line for line in cpuinfo.read_text().splitlines() if line.startswith(kept)}))
 
 
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds in the folder. Without locks both build, which costs time alone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _build(compiler: str, library: Path) -> None:
+    logger.info("Compiling the streamwise operators with %s, once for this machine (about 20 s).", compiler)
     try:
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-            built = Path(folder) / library.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-            run = subprocess.run(command, capture_output=True, text=True, check=False)
-            if run.returncode:
-                reason = (run.stderr.strip().splitlines() or ["no message"])[0]
-                raise CompiledKernelsError(f"{' '.join(command[:-2])} failed: {reason}")
+            objects = {unit: str(Path(folder) / f"{unit}.o") for unit in _STANDARDS}
+            shared = [*FLAGS, "-isystem", str(_TORCH / "include"), f"-DSTREAMWISE_NAME={library.stem}"]
+            _run_all(
+                [
+                    compiler,
+                    *shared,
+                    standard,
+                    "-c",
+                    str(_FOLDER / f"streamwise_residual_{unit}.cpp"),
+                    "-o",
+                    objects[unit],
+                ]
+                for unit, standard in _STANDARDS.items()
+            )
+            built = str(Path(folder) / library.name)
+            libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+            _run_all([[compiler, *FLAGS, "-shared", *objects.values(), *libraries, "-o", built]])
             os.replace(built, library)
     except OSError as error:
         raise CompiledKernelsError(
             f"{library.parent} cannot be written ({error}); set {CACHE_VARIABLE} to a folder that can"
         ) from error
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run commands side by side; CompiledKernelsError with the first message of one that fails, when all have ended."""
+    running = [
+        (command, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        for command in commands
+    ]
+    messages = [(command, process.communicate()[1], process.returncode) for command, process in running]
+    for command, message, status in messages:
+        if status:
+            lines = message.strip().splitlines() or ["no message"]
+            reason = next((line for line in lines if "error" in line), lines[0])
+            raise CompiledKernelsError(f"{' '.join(command[:-2])} failed: {reason}")

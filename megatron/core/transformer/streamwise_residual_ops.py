@@ -34,13 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.streamwise_residual_autograd import (
-    StreamwiseRead,
-    StreamwiseWrite,
-    StreamwiseWriteRead,
-    WriteOptions,
-    sum_dtype_of,
-)
+from megatron.core.transformer.streamwise_residual_autograd import sum_dtype_of
 from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
 from megatron.core.transformer.streamwise_residual_checks import (
     check_bias,
@@ -59,7 +53,7 @@ from megatron.core.transformer.streamwise_residual_controllers import (
     sigmoid_write_factors,
 )
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm, stream_norm_of
-from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators
+from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, WriteOptions
 
 __all__ = [
     "sigmoid_read_factors",
@@ -152,8 +146,10 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
     operators = streamwise_operators(hidden_states.device)
-    tensors = (hidden_states, read_factors, None, None)
-    return StreamwiseRead.apply(*tensors, operators, num_streams, False, dtype, None, False)
+    z: Tensor = operators.read(
+        hidden_states, read_factors, None, num_streams=num_streams, is_logit=False, z_dtype=dtype, passes=False
+    )
+    return z
 
 
 @_outside_graphs
@@ -189,8 +185,7 @@ def streamwise_sigmoid_writeback(
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
     operators = streamwise_operators(residual_stream.device)
     update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
-    tensors = (residual_stream, update, bias, seed, write_logits, retention_logits)
-    return StreamwiseWrite.apply(*tensors, operators, options)
+    return operators.write(residual_stream, update, bias, seed, write_logits, retention_logits, options)
 
 
 @_outside_graphs
@@ -228,8 +223,7 @@ def streamwise_sigmoid_write_read(
     update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
     controllers = (write_logits, retention_logits, read_logits)
     fused, after = _split_norm(operators, norm, dtype, residual_stream, update, *controllers)
-    tensors = (residual_stream, update, bias, seed, *controllers, *_parameters(fused))
-    y, z = StreamwiseWriteRead.apply(*tensors, operators, options, dtype, fused)
+    y, z = operators.write_read(residual_stream, update, bias, seed, *controllers, fused, options, dtype)
     return y, z if after is None else after(z)
 
 
@@ -255,8 +249,8 @@ def streamwise_writeback(
     if retention_factors is not None:
         check_controller("retention_factors", retention_factors, residual_stream, exactly=num_streams)
     operators = streamwise_operators(residual_stream.device)
-    tensors = (residual_stream, branch_update, None, None, write_factors, retention_factors)
-    return StreamwiseWrite.apply(*tensors, operators, WriteOptions(num_streams, False))
+    options = WriteOptions(num_streams, False)
+    return operators.write(residual_stream, branch_update, None, None, write_factors, retention_factors, options)
 
 
 def _sigmoid_read(
@@ -276,9 +270,10 @@ def _sigmoid_read(
     dtype = check_output_dtype(output_dtype, hidden_states)
     operators = streamwise_operators(hidden_states.device)
     fused, after = _split_norm(operators, norm, dtype, hidden_states, read_logits)
-    tensors = (hidden_states, read_logits, *_parameters(fused))
     joins = passes and hidden_states.requires_grad  # of a stream without gradient there is nothing to add
-    found = StreamwiseRead.apply(*tensors, operators, num_streams, True, dtype, fused, joins)
+    found = operators.read(
+        hidden_states, read_logits, fused, num_streams=num_streams, is_logit=True, z_dtype=dtype, passes=joins
+    )
     z, x = found if joins else (found, hidden_states)
     z = z if after is None else after(z)
     return (z, x) if passes else z
@@ -297,11 +292,6 @@ def _split_norm(
     dtypes = (stream.dtype, branch_dtype, sum_dtype_of(stream, *others))
     fuses = norm.takes(branch_dtype) and operators.fuses_norm(norm.width, *dtypes)
     return (norm, None) if fuses else (None, norm)
-
-
-def _parameters(norm: StreamNorm | None) -> tuple[Tensor | None, Tensor | None]:
-    """What autograd must see of a fused norm."""
-    return (None, None) if norm is None else (norm.weight_d, norm.bias_d)
 
 
 def _check_sigmoid_write(

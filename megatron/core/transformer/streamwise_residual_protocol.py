@@ -1,12 +1,11 @@
-"""What a backend of the streamwise operators implements, at one of two levels.
+"""What a backend of the streamwise operators implements, at one of three levels.
 
 - StreamwiseKernels: functions of contiguous tensors and factors (eager). FactorOperators
-  (streamwise_residual_factor_operators) makes operators of them.
-- StreamwiseOperators: whole operators on tensors of any shape and controllers (compiled and triton, whose kernels form
-  the sigmoids themselves).
-
-streamwise_residual_autograd asks streamwise_residual_backends for operators once per call, in the forward; its backward
-uses the same ones.
+  (streamwise_residual_factor_operators) makes passes of them.
+- StreamwisePasses: forwards and backwards on tensors of any shape and controllers (triton, whose kernels form the
+  sigmoids themselves). AutogradOperators (streamwise_residual_autograd) makes operators of them.
+- StreamwiseOperators: differentiable operators (compiled, whose autograd nodes are C++). streamwise_residual_ops asks
+  streamwise_residual_backends for them once per call; the backward of a call is that of its forward.
 
 Tensor names: n tokens, k streams, d branch width, p padded controller; a bare x or y has shape [..., K*D], u and z
 [..., D].
@@ -15,13 +14,13 @@ Tensor names: n tokens, k streams, d branch width, p padded controller; a bare x
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.streamwise_residual_controllers import Controller
-from megatron.core.transformer.streamwise_residual_norm import NormCall
+from megatron.core.transformer.streamwise_residual_controllers import Controller, ControllerKind
+from megatron.core.transformer.streamwise_residual_norm import NormCall, StreamNorm
 
 
 class StreamwiseKernels(Protocol):
@@ -114,12 +113,8 @@ class WriteReadGradients(NamedTuple):
         return cls(grad_x, grad_u, grad_write_p, grad_retention_p, grad_read_p, grad_bias_d)
 
 
-class StreamwiseOperators(Protocol):
-    """Whole operators. Every tensor may have any strides.
-
-    With a norm, given only where `fuses_norm`, z is norm(z) of z as it would have been stored, and gZ the gradient of
-    that; a forward sets the call's statistics, a backward its gradients.
-    """
+class StreamwiseTraits(Protocol):
+    """What a backend does in one pass with a read or write, and for how many streams."""
 
     name: str
     fuses_dropout: bool
@@ -138,6 +133,14 @@ class StreamwiseOperators(Protocol):
     def fuses_bias(self, stream_dtype: torch.dtype, branch_dtype: torch.dtype) -> bool:
         """Whether writes of these dtypes honour the bias of a StreamwiseUpdate, [D] and in the dtype of u, where there
         is no dropout; where not, callers add it before."""
+
+
+class StreamwisePasses(StreamwiseTraits, Protocol):
+    """Forwards and backwards of whole operators. Every tensor may have any strides.
+
+    With a norm, given only where `fuses_norm`, z is norm(z) of z as it would have been stored, and gZ the gradient of
+    that; a forward sets the call's statistics, a backward its gradients.
+    """
 
     def read_forward(self, x: Tensor, read: Controller, z_dtype: torch.dtype, norm: NormCall | None = None) -> Tensor:
         """z = sum_k f_k X_k."""
@@ -200,3 +203,72 @@ class StreamwiseOperators(Protocol):
         norm: NormCall | None = None,
     ) -> WriteReadGradients:
         """All gradients of both, Y computed again."""
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """What a write is told beside tensors."""
+
+    num_streams: int
+    is_logit: bool
+    max_forget: float = 0.0
+    dropout: float = 0.0
+
+    def controllers(
+        self, sum_dtype: torch.dtype, write_p: Tensor, retention_p: Tensor | None
+    ) -> tuple[Controller, Controller | None]:
+        """(write, retention or None)."""
+        write = Controller(write_p, self.num_streams, "write" if self.is_logit else "factor", sum_dtype)
+        if retention_p is None:
+            return write, None
+        kind: ControllerKind = "retention" if self.is_logit else "factor"
+        return write, Controller(retention_p, self.num_streams, kind, sum_dtype, self.max_forget)
+
+
+class StreamwiseOperators(StreamwiseTraits, Protocol):
+    """Whole operators, differentiable once. Every tensor may have any strides; a norm is given only where `fuses_norm`.
+
+    Controllers are logits where `is_logit`, else the factors themselves. Without retention the gradient of a write's
+    stream is the incoming gradient itself.
+    """
+
+    def read(
+        self,
+        x: Tensor,
+        read_p: Tensor,
+        norm: StreamNorm | None,
+        *,
+        num_streams: int,
+        is_logit: bool,
+        z_dtype: torch.dtype,
+        passes: bool,
+    ) -> Any:
+        """z = sum_k f_k X_k, or its norm. With `passes` (z, X): what uses that X has its gradient added to the read's
+        in the one pass of the backward, with the bits of autograd's own addition."""
+
+    def write(
+        self,
+        x: Tensor,
+        u: Tensor,
+        bias_d: Tensor | None,
+        seed: Tensor | None,
+        write_p: Tensor,
+        retention_p: Tensor | None,
+        options: WriteOptions,
+    ) -> Tensor:
+        """Y_k = g_k X_k + w_k u; the bias is given only where `fuses_bias`, seed and dropout where `fuses_dropout`."""
+
+    def write_read(
+        self,
+        x: Tensor,
+        u: Tensor,
+        bias_d: Tensor | None,
+        seed: Tensor | None,
+        write_p: Tensor,
+        retention_p: Tensor | None,
+        read_p: Tensor,
+        norm: StreamNorm | None,
+        options: WriteOptions,
+        z_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """(Y, z = sum_k f_k Y_k or its norm), with the bits of a write and a read; Y is not kept for the backward."""
