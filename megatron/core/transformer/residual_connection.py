@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.streamwise_residual_checks import check_bias
+
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -294,6 +296,11 @@ class ResidualConnection(torch.nn.Module):
         if bias_d is not None and (bias_d.dim() < 1 or bias_d.shape[-1] != width):
             raise ValueError(
                 f"{self.name}: the bias has shape {tuple(bias_d.shape)}; a last dimension of {width} is wanted"
+            )
+        check_bias(bias_d, update_sbd)
+        if update_sbd.device != state.residual.device:
+            raise ValueError(
+                f"{self.name}: the update is on {update_sbd.device}; the stream's {state.residual.device} is wanted"
             )
         if isinstance(dropout_probability, bool) or not isinstance(dropout_probability, int | float):
             raise TypeError(f"{self.name}: dropout_probability is {dropout_probability!r}; a number is wanted")

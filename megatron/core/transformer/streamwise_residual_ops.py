@@ -27,15 +27,11 @@ Tensor names: n tokens, k streams, d branch width, w wide width K*D, p length of
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.streamwise_residual_autograd import sum_dtype_of
-from megatron.core.transformer.streamwise_residual_backends import streamwise_operators
+from megatron.core.transformer import streamwise_residual_checked as checked
+from megatron.core.transformer.streamwise_residual_checked import outside_graphs
 from megatron.core.transformer.streamwise_residual_checks import (
     check_bias,
     check_branch_update,
@@ -53,7 +49,7 @@ from megatron.core.transformer.streamwise_residual_controllers import (
     sigmoid_write_factors,
 )
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm, stream_norm_of
-from megatron.core.transformer.streamwise_residual_protocol import StreamwiseOperators, WriteOptions
+from megatron.core.transformer.streamwise_residual_protocol import WriteOptions
 
 __all__ = [
     "sigmoid_read_factors",
@@ -68,22 +64,7 @@ __all__ = [
 ]
 
 
-def _outside_graphs[**P, R](operator: Callable[P, R]) -> Callable[P, R]:
-    """An operator as it is; one graph break for torch.compile, since checks and kernels are no graphs of operations."""
-    disabled = torch._disable_dynamo(
-        operator
-    )  # imports PyTorch's compiler when first called: only for a compiled layer
-
-    @functools.wraps(operator)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():
-            return disabled(*args, **kwargs)
-        return operator(*args, **kwargs)
-
-    return run
-
-
-@_outside_graphs
+@outside_graphs
 def streamwise_sigmoid_read(
     hidden_states: Tensor,
     read_logits: Tensor,
@@ -104,11 +85,11 @@ def streamwise_sigmoid_read(
     Returns: [..., D].
     Raises: TypeError, ValueError: an argument of the wrong kind, shape, dtype or device; the message names it.
     """
-    z: Tensor = _sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm, passes=False)
-    return z
+    dtype = _check_sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm)
+    return checked.read(hidden_states, read_logits, num_streams, dtype, norm)
 
 
-@_outside_graphs
+@outside_graphs
 def streamwise_sigmoid_read_through(
     hidden_states: Tensor,
     read_logits: Tensor,
@@ -125,11 +106,11 @@ def streamwise_sigmoid_read_through(
     Args, errors: as streamwise_sigmoid_read.
     Returns: z [..., D], and `hidden_states` [..., K*D], of the same memory.
     """
-    z, x = _sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm, passes=True)
-    return z, x
+    dtype = _check_sigmoid_read(hidden_states, read_logits, num_streams, output_dtype, norm)
+    return checked.read_through(hidden_states, read_logits, num_streams, dtype, norm)
 
 
-@_outside_graphs
+@outside_graphs
 def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype: torch.dtype | None = None) -> Tensor:
     """Mix the streams of `hidden_states` into one branch input by given factors: z = sum_k f_k X_k.
 
@@ -145,14 +126,10 @@ def streamwise_read(hidden_states: Tensor, read_factors: Tensor, *, output_dtype
     num_streams = read_factors.shape[0]
     check_wide_stream("hidden_states", hidden_states, num_streams)
     dtype = check_output_dtype(output_dtype, hidden_states)
-    operators = streamwise_operators(hidden_states.device)
-    z: Tensor = operators.read(
-        hidden_states, read_factors, None, num_streams=num_streams, is_logit=False, z_dtype=dtype, passes=False
-    )
-    return z
+    return checked.read(hidden_states, read_factors, num_streams, dtype, is_logit=False)
 
 
-@_outside_graphs
+@outside_graphs
 def streamwise_sigmoid_writeback(
     residual_stream: Tensor,
     branch_update: Tensor,
@@ -182,13 +159,13 @@ def streamwise_sigmoid_writeback(
     _check_sigmoid_write(
         residual_stream, branch_update, write_logits, num_streams, retention_logits, retention_max_forget
     )
+    check_bias(bias, branch_update)
+    check_dropout(dropout_probability)
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
-    operators = streamwise_operators(residual_stream.device)
-    update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
-    return operators.write(residual_stream, update, bias, seed, write_logits, retention_logits, options)
+    return checked.write(residual_stream, branch_update, bias, write_logits, retention_logits, options)
 
 
-@_outside_graphs
+@outside_graphs
 def streamwise_sigmoid_write_read(
     residual_stream: Tensor,
     branch_update: Tensor,
@@ -215,19 +192,15 @@ def streamwise_sigmoid_write_read(
     _check_sigmoid_write(
         residual_stream, branch_update, write_logits, num_streams, retention_logits, retention_max_forget
     )
-    check_controller("read_logits", read_logits, residual_stream, at_least=num_streams)
-    check_norm(norm, residual_stream, num_streams)
-    dtype = check_output_dtype(output_dtype, residual_stream)
+    check_bias(bias, branch_update)
+    check_dropout(dropout_probability)
+    dtype = _check_sigmoid_read(residual_stream, read_logits, num_streams, output_dtype, norm)
     options = WriteOptions(num_streams, True, float(retention_max_forget), float(dropout_probability))
-    operators = streamwise_operators(residual_stream.device)
-    update, bias, seed = _prepare_update(operators, residual_stream, branch_update, bias, dropout_probability)
     controllers = (write_logits, retention_logits, read_logits)
-    fused, after = _split_norm(operators, norm, dtype, residual_stream, update, *controllers)
-    y, z = operators.write_read(residual_stream, update, bias, seed, *controllers, fused, options, dtype)
-    return y, z if after is None else after(z)
+    return checked.write_read(residual_stream, branch_update, bias, *controllers, options, dtype, norm)
 
 
-@_outside_graphs
+@outside_graphs
 def streamwise_writeback(
     residual_stream: Tensor, branch_update: Tensor, write_factors: Tensor, *, retention_factors: Tensor | None = None
 ) -> Tensor:
@@ -248,50 +221,23 @@ def streamwise_writeback(
     check_branch_update(branch_update, residual_stream, num_streams)
     if retention_factors is not None:
         check_controller("retention_factors", retention_factors, residual_stream, exactly=num_streams)
-    operators = streamwise_operators(residual_stream.device)
     options = WriteOptions(num_streams, False)
-    return operators.write(residual_stream, branch_update, None, None, write_factors, retention_factors, options)
+    return checked.write(residual_stream, branch_update, None, write_factors, retention_factors, options)
 
 
-def _sigmoid_read(
+def _check_sigmoid_read(
     hidden_states: Tensor,
     read_logits: Tensor,
     num_streams: int,
     output_dtype: torch.dtype | None,
     norm: StreamNorm | None,
-    *,
-    passes: bool,
-) -> Any:
-    """z, or (z, hidden_states) where that passes through."""
+) -> torch.dtype:
+    """Refuse what no read by logits can take; the dtype of its result."""
     check_num_streams(num_streams)
     check_wide_stream("hidden_states", hidden_states, num_streams)
     check_controller("read_logits", read_logits, hidden_states, at_least=num_streams)
     check_norm(norm, hidden_states, num_streams)
-    dtype = check_output_dtype(output_dtype, hidden_states)
-    operators = streamwise_operators(hidden_states.device)
-    fused, after = _split_norm(operators, norm, dtype, hidden_states, read_logits)
-    joins = passes and hidden_states.requires_grad  # of a stream without gradient there is nothing to add
-    found = operators.read(
-        hidden_states, read_logits, fused, num_streams=num_streams, is_logit=True, z_dtype=dtype, passes=joins
-    )
-    z, x = found if joins else (found, hidden_states)
-    z = z if after is None else after(z)
-    return (z, x) if passes else z
-
-
-def _split_norm(
-    operators: StreamwiseOperators,
-    norm: StreamNorm | None,
-    branch_dtype: torch.dtype,
-    stream: Tensor,
-    *others: Tensor | None,
-) -> tuple[StreamNorm | None, StreamNorm | None]:
-    """(the norm where the backend fuses it, the norm where it runs after the operator)."""
-    if norm is None:
-        return None, None
-    dtypes = (stream.dtype, branch_dtype, sum_dtype_of(stream, *others))
-    fuses = norm.takes(branch_dtype) and operators.fuses_norm(norm.width, *dtypes)
-    return (norm, None) if fuses else (None, norm)
+    return check_output_dtype(output_dtype, hidden_states)
 
 
 def _check_sigmoid_write(
@@ -310,33 +256,3 @@ def _check_sigmoid_write(
     check_max_forget(retention_max_forget, needed=retention_logits is not None)
     if retention_logits is not None:
         check_controller("retention_logits", retention_logits, residual_stream, at_least=num_streams)
-
-
-def _prepare_update(
-    operators: StreamwiseOperators, stream: Tensor, update: Tensor, bias: Tensor | None, dropout_probability: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(update, bias, seed) for the backend; bias and dropout are applied here where the backend does not fuse them.
-
-    Here they are rounded like the ordinary model's add: in the dtype of the stream, which matters beside an fp32 one;
-    a backend that fuses the bias alone does the same. One that fuses dropout adds, drops and writes in the dtype of the
-    sums and rounds once. Its seed comes from the device's generator and stays on the device.
-    """
-    check_bias(bias, update)
-    check_dropout(dropout_probability)
-    is_plain = bias is not None and bias.dim() == 1 and bias.dtype is update.dtype and not dropout_probability
-    if is_plain and operators.fuses_bias(stream.dtype, update.dtype):
-        return update, bias, None
-    if operators.fuses_dropout:
-        if bias is not None and bias.dim() != 1:
-            update, bias = update + bias.to(update.dtype), None
-        seed = None
-        if dropout_probability > 0:
-            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=update.device)
-        return update, bias, seed
-    if update.dtype != stream.dtype and (bias is not None or dropout_probability > 0):
-        update = update.to(stream.dtype)
-    if bias is not None:
-        update = update + bias.to(update.dtype)
-    if dropout_probability > 0:
-        update = torch.nn.functional.dropout(update, p=dropout_probability, training=True)
-    return update, None, None

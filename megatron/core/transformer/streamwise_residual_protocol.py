@@ -205,8 +205,7 @@ class StreamwisePasses(StreamwiseTraits, Protocol):
         """All gradients of both, Y computed again."""
 
 
-@dataclass(frozen=True)
-class WriteOptions:
+class WriteOptions(NamedTuple):
     """What a write is told beside tensors."""
 
     num_streams: int

@@ -1,7 +1,7 @@
 // What an operator of streamwise_residual_torch.cpp is given, as its kernels take it: tensors to pointers, types to
 // template arguments, controllers and norms to their structures.
 //
-//   ControllerCall read(read_p, READ, 0, wants_gradient);        // read.pointer() for the kernel, then read.gradient
+//   ControllerCall read(read_p, k, READ, 0, wants_gradient);     // read.pointer() for the kernel, then read.gradient
 //   for_types(x.scalar_type(), u.scalar_type(), [&]<class TX, class TU, class A>() {
 //     kernel(in<TX>(x), read.pointer(), out<TU>(z), norm.forward<A>(n).get());
 //   });
@@ -70,15 +70,27 @@ inline Tensor empty_with_width(const Tensor &like, int64_t width, at::ScalarType
 // (n, k, d) of a wide stream
 struct Sizes {
   int64_t n, k, d;
-  Sizes(const Tensor &x, int64_t k) : n(x.numel() / x.size(-1)), k(k), d(x.size(-1) / k) {}
+  Sizes(const Tensor &x, int64_t k) : n(x.numel() / x.size(-1)), k(k), d(x.size(-1) / k) {
+    TORCH_CHECK(x.device().is_cpu() && k > 0 && k * d == x.size(-1), "a stream of ", k, "*D on the CPU is wanted, got ",
+                x.sizes(), " on ", x.device());
+  }
+  // Refuses a branch tensor of other tokens or another width
+  void check(const Tensor &u) const {
+    TORCH_CHECK(u.device().is_cpu() && u.size(-1) == d && u.numel() == n * d, "[..., ", d, "] for ", n,
+                " tokens on the CPU is wanted, got ", u.sizes(), " on ", u.device());
+  }
 };
 
 // A controller in one call of a kernel, with the gradient that the kernel gives it; no controller of an undefined tensor
 class ControllerCall {
  public:
-  ControllerCall(const Tensor &values_p, Kind kind, double max_forget = 0, bool wants_gradient = false)
+  ControllerCall(const Tensor &values_p, int64_t k, Kind kind, double max_forget = 0, bool wants_gradient = false)
       : values(contiguous(values_p)) {
     if (!values.defined()) return;
+    const bool fits = values.device().is_cpu() && values.dim() == 1 && values.size(0) >= k;
+    const bool is_wide = values.scalar_type() == at::kFloat || values.scalar_type() == at::kDouble;
+    TORCH_CHECK(fits && is_wide, "an fp32 or fp64 controller of ", k, " streams on the CPU is wanted, got ",
+                values.sizes(), " of ", values.scalar_type(), " on ", values.device());
     if (wants_gradient) gradient = at::empty_like(values);
     structure = {values.const_data_ptr(),
                  gradient.defined() ? gradient.mutable_data_ptr() : nullptr,
@@ -131,6 +143,9 @@ class NormCall {
  private:
   template <class A>
   const Norm<A> *lay_out(int64_t d) {
+    for (const Tensor &parameter : {weight, bias})
+      TORCH_CHECK(!parameter.defined() || (parameter.device().is_cpu() && parameter.numel() == d), "a norm over ", d,
+                  " is wanted, got ", parameter.sizes());
     values_of_weight = weight.defined() ? weight.to(dtype_of<A>).contiguous() : at::ones({d}, dtype_of<A>);
     if (kind == LAYER_NORM)
       values_of_bias = bias.defined() ? bias.to(dtype_of<A>).contiguous() : at::zeros({d}, dtype_of<A>);

@@ -1,7 +1,8 @@
 // The streamwise operators on CPU tensors, differentiable, as operators of PyTorch.
 //
-// Built with the kernels by streamwise_residual_library.py, called by streamwise_residual_compiled.py, which has checked
-// the arguments. Here and not in Python, because a training step calls some 80 of them: see docs/performance.md.
+// Built with the kernels by streamwise_residual_library.py, called by streamwise_residual_compiled.py. Here and not in
+// Python, because a training step runs some hundred of them: see docs/performance.md. They check what memory safety
+// needs; what users get wrong is refused in Python before.
 //
 // What always holds: the backward is written by hand and differentiable once; only what a wanted gradient needs is
 // saved, and for the write and read that is its inputs alone, never Y. A norm adds one or two numbers per token, never
@@ -54,7 +55,7 @@ Tensor read(const Tensor &x_in, const Tensor &read_p, const Options &o, NormCall
   const Tensor x = x_in.contiguous();
   const Sizes size(x, o.k);
   const Tensor z = empty_with_width(x, size.d, o.z_type);
-  const ControllerCall f(read_p, o.kind(READ));
+  const ControllerCall f(read_p, o.k, o.kind(READ));
   for_types(o.x_type, o.z_type, [&]<class TX, class TU, class A>() {
     read_forward(size.n, size.k, size.d, threads(), in<TX>(x), f.pointer(), out<TU>(z),
                  norm.forward<A>(size.n, size.d));
@@ -70,7 +71,7 @@ std::pair<Tensor, Tensor> read_gradients(const Tensor &grad_in, const Tensor &x_
   const int64_t d = grad_z.size(-1), n = grad_z.numel() / d;
   Tensor grad_x;
   if (wants_x) grad_x = empty_with_width(grad_z, o.k * d, o.x_type);
-  const ControllerCall f(read_p, o.kind(READ), 0, x.defined());
+  const ControllerCall f(read_p, o.k, o.kind(READ), 0, x.defined());
   for_types(o.x_type, grad_z.scalar_type(), [&]<class TX, class TU, class A>() {
     read_backward(n, o.k, d, threads(), in<TU>(grad_z), in<TX>(x), f.pointer(), in<TX>(through), out<TX>(grad_x),
                   norm.backward<A>(d, mean, scale));
@@ -83,11 +84,14 @@ std::pair<Tensor, Tensor> write(const Tensor &x_in, const Tensor &u_in, const Te
                                 const Tensor &retention_p, const Tensor &read_p, const Options &o, NormCall &norm) {
   const Tensor x = x_in.contiguous(), u = u_in.contiguous(), bias = contiguous(bias_in);
   const Sizes size(x, o.k);
+  size.check(u);
+  TORCH_CHECK(!bias.defined() || (bias.numel() == size.d && bias.scalar_type() == o.u_type), "a bias of ", size.d,
+              " like the update is wanted, got ", bias.sizes());
   const Tensor y = at::empty_like(x);
   Tensor z;
   if (read_p.defined()) z = at::empty_like(u);
-  const ControllerCall w(write_p, o.kind(WRITE)), g(retention_p, o.kind(RETENTION), o.max_forget),
-      f(read_p, o.kind(READ));
+  const ControllerCall w(write_p, o.k, o.kind(WRITE)), g(retention_p, o.k, o.kind(RETENTION), o.max_forget),
+      f(read_p, o.k, o.kind(READ));
   for_types(o.x_type, o.u_type, [&]<class TX, class TU, class A>() {
     write_read_forward(size.n, size.k, size.d, threads(), in<TX>(x), in<TU>(u), in<TU>(bias), w.pointer(), g.pointer(),
                        f.pointer(), out<TX>(y), out<TU>(z),
@@ -120,8 +124,8 @@ WriteGradients write_gradients(const Tensor &grad_in, const Tensor &x_in, const 
     grad_u = empty_with_width(grad_y, size.d, o.u_type);
     sums = bias_sums(bias, o);
   }
-  const ControllerCall w(write_p, o.kind(WRITE), 0, u.defined()),
-      g(retention_p, o.kind(RETENTION), o.max_forget, x.defined());
+  const ControllerCall w(write_p, o.k, o.kind(WRITE), 0, u.defined()),
+      g(retention_p, o.k, o.kind(RETENTION), o.max_forget, x.defined());
   for_types(o.x_type, o.u_type, [&]<class TX, class TU, class A>() {
     write_backward(size.n, size.k, size.d, threads(), in<TX>(grad_y), in<TX>(x), in<TU>(u), in<TU>(bias), w.pointer(),
                    g.pointer(), out<TX>(grad_x), out<TU>(grad_u), out<A>(sums));
@@ -225,8 +229,8 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
     const Tensor grad_y = grads[0].contiguous(), grad_z = grads[1].contiguous();
     const Tensor x = saved[0].contiguous(), u = saved[1].contiguous(), bias = contiguous(saved[2]);
     const Tensor grad_x = at::empty_like(x), grad_u = at::empty_like(u), sums = bias_sums(bias, o);
-    const ControllerCall w(saved[3], o.kind(WRITE), 0, true), g(saved[4], o.kind(RETENTION), o.max_forget, true),
-        f(saved[5], o.kind(READ), 0, true);
+    const ControllerCall w(saved[3], o.k, o.kind(WRITE), 0, true), f(saved[5], o.k, o.kind(READ), 0, true),
+        g(saved[4], o.k, o.kind(RETENTION), o.max_forget, true);
     const Sizes size(x, o.k);
     for_types(o.x_type, o.u_type, [&]<class TX, class TU, class A>() {
       write_read_backward(size.n, size.k, size.d, threads(), in<TX>(grad_y), in<TU>(grad_z), in<TX>(x), in<TU>(u),

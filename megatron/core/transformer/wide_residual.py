@@ -21,7 +21,7 @@ Shape suffixes: s sequence, b batch, d branch width D, k streams, w stream width
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,13 +38,11 @@ from megatron.core.transformer.residual_recompute import (
     ResidualStreamRecomputeContext,
     residual_stream_recompute_enabled,
 )
+from megatron.core.transformer.streamwise_residual_checked import read_through, write, write_read
+from megatron.core.transformer.streamwise_residual_checks import check_norm
 from megatron.core.transformer.streamwise_residual_norm import StreamNorm
-from megatron.core.transformer.streamwise_residual_ops import (
-    streamwise_sigmoid_read,
-    streamwise_sigmoid_read_through,
-    streamwise_sigmoid_write_read,
-    streamwise_sigmoid_writeback,
-)
+from megatron.core.transformer.streamwise_residual_ops import streamwise_sigmoid_read
+from megatron.core.transformer.streamwise_residual_protocol import WriteOptions
 from megatron.core.transformer.wide_residual_config import get_wide_residual_config, require_wide_residual_config
 from megatron.core.transformer.wide_residual_maps import (
     _MIN_CONTROLLER_NUMEL,
@@ -78,9 +76,9 @@ __all__ = [
 ]
 
 
-def _branch_dtype(config: TransformerConfig, fp32_residual_connection: bool) -> torch.dtype | None:
-    """Return the dtype that branches compute in beside an fp32 stream, or None: that of the stream."""
-    return config.params_dtype if fp32_residual_connection else None
+def _branch_dtype(config: TransformerConfig, fp32_residual_connection: bool | None, stream: Tensor) -> torch.dtype:
+    """Return the dtype that branches compute in: that of the stream, unless it is an fp32 one beside them."""
+    return config.params_dtype if fp32_residual_connection else stream.dtype
 
 
 def _check_width(owner: str, x_sbw: Tensor, config: TransformerConfig, read_map: StreamwiseSigmoidMap) -> None:
@@ -115,7 +113,7 @@ class StreamwiseSigmoidWideResidualRead(torch.nn.Module):
             hidden_states,
             self.read_map(return_logits=True),
             self.read_map.num_streams,
-            output_dtype=_branch_dtype(self.config, self.config.fp32_residual_connection),
+            output_dtype=_branch_dtype(self.config, self.config.fp32_residual_connection, hidden_states),
             norm=norm,
         )
 
@@ -175,13 +173,10 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         branch_input_dtype: torch.dtype | None,
     ) -> tuple[Tensor, ResidualConnectionState]:
         """Read as _read and norm what is read, if anything does."""
-        z_sbd, x_sbw = streamwise_sigmoid_read_through(
-            hidden_states,
-            self.read_map(return_logits=True),
-            self.num_streams,
-            output_dtype=branch_input_dtype or _branch_dtype(self.config, fp32_residual_connection),
-            norm=norm,
-        )
+        check_norm(norm, hidden_states, self.num_streams)
+        dtype = branch_input_dtype or _branch_dtype(self.config, fp32_residual_connection, hidden_states)
+        logit_p = self.read_map(return_logits=True)
+        z_sbd, x_sbw = read_through(hidden_states, logit_p, self.num_streams, dtype, norm)
         return z_sbd, ResidualConnectionState(x_sbw.float() if fp32_residual_connection else x_sbw)
 
     def _write(
@@ -194,15 +189,8 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
     ) -> Tensor:
         """Add the bias, drop out (one mask for all streams), then write."""
         update_sbd, bias_d = branch_output
-        y_sbw: Tensor = streamwise_sigmoid_writeback(
-            state.residual,
-            update_sbd,
-            self.write_map(return_logits=True),
-            self.num_streams,
-            bias=bias_d,
-            **self._write_options(dropout_probability, training),
-        )
-        return y_sbw
+        controllers, options = self._controllers(), self._write_options(dropout_probability, training)
+        return write(state.residual, update_sbd, bias_d, *controllers, options)
 
     def _write_read(
         self,
@@ -216,25 +204,22 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
     ) -> tuple[Tensor, Tensor]:
         """Write as _write, and read (and norm) the next branch's input in the same pass over the stream."""
         update_sbd, bias_d = branch_output
-        return streamwise_sigmoid_write_read(
-            state.residual,
-            update_sbd,
-            self.write_map(return_logits=True),
-            cast(StreamwiseSigmoidWideResidualConnection, next_read).read_map(return_logits=True),
-            self.num_streams,
-            bias=bias_d,
-            output_dtype=_branch_dtype(self.config, bool(self.config.fp32_residual_connection)),
-            norm=norm,
-            **self._write_options(dropout_probability, training),
-        )
+        x_sbw = state.residual
+        check_norm(norm, x_sbw, self.num_streams)
+        read_p = cast(StreamwiseSigmoidWideResidualConnection, next_read).read_map(return_logits=True)
+        options = self._write_options(dropout_probability, training)
+        dtype = _branch_dtype(self.config, self.config.fp32_residual_connection, x_sbw)
+        return write_read(x_sbw, update_sbd, bias_d, *self._controllers(), read_p, options, dtype, norm)
 
-    def _write_options(self, dropout_probability: float, training: bool) -> dict[str, Any]:
-        """What both kinds of write pass on to the operator."""
-        return {
-            "retention_logits": None if self.retention is None else self.retention(return_logits=True),
-            "retention_max_forget": 0.0 if self.retention is None else self.retention.max_forget,
-            "dropout_probability": dropout_probability if training else 0.0,
-        }
+    def _controllers(self) -> tuple[Tensor, Tensor | None]:
+        """The logits of the write and of retention."""
+        retention = self.retention
+        return self.write_map(return_logits=True), None if retention is None else retention(return_logits=True)
+
+    def _write_options(self, dropout_probability: float, training: bool) -> WriteOptions:
+        """What both kinds of write tell the operator."""
+        max_forget = 0.0 if self.retention is None else self.retention.max_forget
+        return WriteOptions(self.num_streams, True, max_forget, float(dropout_probability) if training else 0.0)
 
     def _checkpoint_read(
         self,
@@ -360,7 +345,7 @@ class StreamwiseSigmoidResidualReadout(torch.nn.Module):
             hidden_states,
             self.exit_map(return_logits=True),
             self.exit_map.num_streams,
-            output_dtype=_branch_dtype(self.config, self.config.fp32_residual_connection),
+            output_dtype=_branch_dtype(self.config, self.config.fp32_residual_connection, hidden_states),
         )
 
 
