@@ -55,9 +55,12 @@ def stock_malloc() -> Iterator[None]:
 
     Emulates the state that glibc reaches by itself once blocks of nearly 32 MiB have been freed: larger ones are
     mapped and given back every time, smaller ones come from the heap, whose end is given back above 64 MiB. (Where only
-    smaller ones have been freed, glibc has smaller thresholds and faults more.) Every free piece of the heap that could
-    serve a larger block is set aside meanwhile, with its pages: they are neither used inside nor faulted in again
-    afterwards. `malloc_trim` would not do: free pieces below a live block stay in the heap, and serve the second call.
+    smaller ones have been freed, glibc has smaller thresholds and faults more. A block of 32 to 64 MiB that it finds
+    now and then at the end of its heap, depending on what was freed before, is mapped here.)
+
+    Every free piece of the heap that could serve a larger block is set aside meanwhile, with its pages: they are
+    neither used inside nor faulted in again afterwards. `malloc_trim` would not do: free pieces below a live block stay
+    in the heap, and serve the second call.
 
     RuntimeError outside `keep_freed_memory()`'s policy, inside another such context, and where malloc does not obey.
     """
