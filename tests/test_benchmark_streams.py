@@ -19,6 +19,7 @@ KEYS = {
     "op": str,
     "direction": str,
     "backend": str,
+    "malloc": str,
     "dtype": str,
     "num_streams": int,
     "hidden_size": int,
@@ -30,6 +31,7 @@ KEYS = {
     "seconds": float,
     "speedup_over": dict,
 }
+TINY = ("--num-streams", "3", "--hidden-size", "16", "--tokens", "20", "--repeats", "2", "--dtype", "fp32")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,10 +52,11 @@ def test_json_lists_every_operator_direction_backend_and_dtype(tmp_path: Path) -
         assert (record["num_streams"], record["hidden_size"], record["tokens"]) == (3, 16, 20)
         assert record["seconds"] > 0
         assert record["fraction_of_copy"] > 0
-    measured = {(r["op"], r["direction"], r["backend"], r["dtype"], r["retention"]) for r in records}
+    measured = {(r["op"], r["direction"], r["backend"], r["dtype"], r["retention"], r["malloc"]) for r in records}
     assert len(measured) == len(records), "a case was measured twice"
+    ways = [*((backend, "kept") for backend in backends), ("naive", "stock")]
     assert measured == {
-        (op, direction, backend, dtype, retention)
+        (op, direction, backend, dtype, retention, malloc)
         for op, retention in (
             ("read", False),
             ("write", False),
@@ -62,11 +65,13 @@ def test_json_lists_every_operator_direction_backend_and_dtype(tmp_path: Path) -
             ("step", False),
         )
         for direction in (("both",) if op == "step" else ("forward", "backward"))
-        for backend in backends
+        for backend, malloc in ways
         for dtype in ("fp32", "bf16")
     }
     for record in records:
-        assert set(record["speedup_over"]) == set(backends) - {record["backend"]}
+        others = {backend if malloc == "kept" else f"{backend} stock" for backend, malloc in ways}
+        way = record["backend"] if record["malloc"] == "kept" else f"{record['backend']} stock"
+        assert set(record["speedup_over"]) == others - {way}
         assert all(speedup > 0 for speedup in record["speedup_over"].values())
     assert {entry.name for entry in tmp_path.iterdir()} == {"streams.json", "streams.md"}, "something half-written"
     assert len((tmp_path / "streams.md").read_text().splitlines()) > len(records)
@@ -103,6 +108,72 @@ def test_fraction_is_the_bytes_of_the_table_over_the_time(tmp_path: Path) -> Non
     assert len(records) == len(moved)
     rates = [r["fraction_of_copy"] * r["seconds"] / moved[r["op"], r["direction"], r["retention"]] for r in records]
     assert rates == pytest.approx([rates[0]] * len(rates))
+
+
+def test_others_are_timed_with_stock_malloc_too_in_a_second_table_and_the_json(tmp_path: Path) -> None:
+    path, page = tmp_path / "streams.json", tmp_path / "streams.md"
+    done = run(*TINY, "--backend", "naive", "auto", "--no-package", "--json", str(path), "--markdown", str(page))
+    assert done.returncode == 0, done.stderr
+    assert "left out stock malloc" not in done.stderr
+    records = json.loads(path.read_text())
+    stock = {(r["op"], r["direction"]): r for r in records if r["malloc"] == "stock"}
+    kept = {(r["op"], r["direction"]): r for r in records if r["malloc"] == "kept" and r["backend"] == "naive"}
+    ours = {(r["op"], r["direction"]): r for r in records if r["backend"] != "naive"}
+    assert {r["backend"] for r in stock.values()} == {"naive"}
+    assert stock.keys() == kept.keys() == ours.keys()
+    head = "| ms | other | its ms | x | its ms stock | x stock |"
+    table = page.read_text().split(head, 1)[1].splitlines()[2:]
+    rows = {
+        tuple(cells[4:6]): cells[7:] for cells in ([c.strip() for c in row.split("|")[1:-1]] for row in table if row)
+    }
+    for case, record in ours.items():
+        own, other, other_kept, x, other_stock, x_stock = rows[case]
+        assert other == "naive"
+        times = [f"{r['seconds'] * 1e3:.3f}" for r in (record, kept[case], stock[case])]
+        assert [own, other_kept, other_stock] == times
+        assert [x, x_stock] == [f"{record['speedup_over'][name]:.1f}" for name in ("naive", "naive stock")]
+    for column in ("its ms stock", "x stock"):
+        assert column in done.stdout
+
+
+def test_freed_memory_is_kept_again_behind_the_cases_with_stock_malloc() -> None:
+    program = (
+        f"import ctypes, resource, sys; sys.path.insert(0, {str(TOOL.parent)!r})\n"
+        "import benchmark_streams\n"
+        "ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault is a page\n"
+        f"assert benchmark_streams.main([*{TINY!r}, '--backend', 'naive', 'eager', '--no-package']) == 0\n"
+        "import torch\n"
+        "for _ in range(4):\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    torch.ones(64 << 18)\n"
+        "    print('FAULTS', resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "x stock" in done.stdout
+    first, *later = (int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("FAULTS"))
+    assert min(later) < 100 < first  # the second may not fit into what the first has left
+
+
+def test_stock_malloc_is_left_out_with_one_line_where_malloc_is_the_users_or_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "streams.json"
+    arguments = (*TINY, "--backend", "naive", "eager", "--no-package", "--json", str(path))
+    for allocator, reason in (
+        ("auto", "MALLOC_TRIM_THRESHOLD_ is set, so malloc is left as it is for every case"),
+        ("default", "--allocator default leaves malloc as it is for every case"),
+    ):
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "134217728")
+        done = run(*arguments, "--allocator", allocator)
+        assert done.returncode == 0, done.stderr
+        assert f"left out stock malloc: {reason}\n" in done.stderr
+        assert {record["malloc"] for record in json.loads(path.read_text())} == {"as it is"}
+        assert "freed memory not kept" in " ".join(done.stdout.split())
+        assert "x stock" not in done.stdout
+    done = run(*arguments, "--allocator", "keep")
+    assert done.returncode == 2
+    assert "error: --allocator keep: MALLOC_TRIM_THRESHOLD_ is set; use default" in done.stderr
 
 
 @pytest.mark.parametrize(

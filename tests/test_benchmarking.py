@@ -6,9 +6,12 @@ pytest tests/test_benchmarking.py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import random
 import sys
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +47,41 @@ def test_every_repetition_runs_each_case_once_and_all_cases_come_behind_all_othe
     assert orders[0] == orders[1], "another order in the second run"
     followed = {orders[0][index : index + 2] for index in range(159)}
     assert followed >= {one + other for one in "abcd" for other in "abcd" if one != other}
+
+
+def test_the_context_of_a_case_holds_it_and_the_freeing_of_its_result_and_nothing_else() -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def state() -> Iterator[None]:
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    class Result:
+        def __del__(self) -> None:
+            events.append("freed")
+
+    def inside() -> Result:
+        events.append("run")
+        return Result()
+
+    cases = {"inside": inside, "outside": partial(events.append, "outside")}
+    timings = interleave(cases, repeats=3, warm_up=1, around={"inside": state})
+    assert len(timings["inside"].wall) == 3
+    one = "enter run freed leave"
+    assert sorted(" ".join(events).replace(one, "once").split()) == ["once"] * 4 + ["outside"] * 4
+
+
+def test_what_a_context_costs_is_not_measured() -> None:
+    @contextlib.contextmanager
+    def slow() -> Iterator[None]:
+        time.sleep(0.2)
+        yield
+        time.sleep(0.2)
+
+    timings = interleave({"case": lambda: None}, repeats=3, warm_up=0, around={"case": slow})
+    assert min(timings["case"].wall) < 0.1
 
 
 def test_a_spread_is_the_median_and_the_middle_half() -> None:

@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,7 +77,8 @@ def add_run_arguments(
     Args:
         repeats: default of --repeats.
         device: whether there is --device.
-        allocator: default of --allocator, "keep" or "default"; None leaves the option out.
+        allocator: default of --allocator, "keep", "default" or "auto", which only a tool has that says what it came
+            to; None leaves the option out.
         plot: whether there is --plot.
     """
     run = parser.add_argument_group("how")
@@ -87,10 +89,11 @@ def add_run_arguments(
     if allocator is not None:
         run.add_argument(
             "--allocator",
-            choices=("keep", "default"),
+            choices=("auto", "keep", "default") if allocator == "auto" else ("keep", "default"),
             default=allocator,
             help="keep freed memory in the process (megatron/cpu/allocator.py), or leave malloc as it is: results "
-            "above 32 MiB then page-fault on every call. CPU only",
+            "above 32 MiB then page-fault on every call. CPU only"
+            + ("; auto keeps it where malloc lets it" if allocator == "auto" else ""),
         )
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE (default: no file)")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE as Markdown")
@@ -117,19 +120,27 @@ def check_output_files(parser: argparse.ArgumentParser, args: argparse.Namespace
         parser.error(f"argument --plot: a name that ends in .png is wanted, got {plot.name!r}")
 
 
-def prepare_process(args: argparse.Namespace) -> None:
-    """Apply --threads, --device and --allocator; BenchmarkError for a device or a policy that is not there."""
+def prepare_process(args: argparse.Namespace) -> bool:
+    """Apply --threads, --device and --allocator; BenchmarkError for a device or a policy that is not there.
+
+    Returns: whether freed memory is kept.
+    """
     import torch
 
-    from megatron.cpu.allocator import keep_freed_memory
+    from megatron.cpu.allocator import keep_freed_memory, why_not_kept
 
     device = getattr(args, "device", "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     if args.threads:
         torch.set_num_threads(args.threads)
-    if device == "cpu" and getattr(args, "allocator", "default") == "keep" and not keep_freed_memory():
-        raise BenchmarkError("--allocator keep: malloc is not glibc's, or its variables set it up; use default")
+    allocator = getattr(args, "allocator", "default")
+    if device != "cpu" or allocator == "default":
+        return False
+    kept = keep_freed_memory()
+    if allocator == "keep" and not kept:
+        raise BenchmarkError(f"--allocator keep: {why_not_kept()}; use default")
+    return kept
 
 
 @dataclass
@@ -141,28 +152,43 @@ class Timings:
 
 
 def interleave(
-    cases: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 2, device: str = "cpu"
+    cases: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warm_up: int = 2,
+    device: str = "cpu",
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timings]:
     """Run every case once per repetition; results are freed, and a GPU is waited for, outside the time measured.
 
     The order is another one in every repetition, the same for every run: what a case leaves behind in caches and in
     the allocator falls on all others.
+
+    Args:
+        around: contexts of cases that need a state of their own, entered and left outside the time measured.
     """
+    around = around or {}
     timings = {name: Timings() for name in cases}
     for repetition in range(warm_up + repeats):
         names = list(cases)
         random.Random(repetition).shuffle(names)
         for name in names:
-            _synchronize(device)
-            start, cpu_start = time.perf_counter(), time.process_time()
-            result = cases[name]()
-            _synchronize(device)
-            elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
-            del result
+            with around.get(name, contextlib.nullcontext)():
+                elapsed, cpu_elapsed = _timed(cases[name], device)
             if repetition >= warm_up:
                 timings[name].wall.append(elapsed)
                 timings[name].cpu.append(cpu_elapsed)
     return timings
+
+
+def _timed(case: Callable[[], Any], device: str) -> tuple[float, float]:
+    _synchronize(device)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    result = case()
+    _synchronize(device)
+    elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
+    del result  # after the clock has been read
+    return elapsed, cpu_elapsed
 
 
 def _synchronize(device: str) -> None:

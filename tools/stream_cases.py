@@ -2,6 +2,7 @@
 
     for case in operator_cases(shape, backends, retention=False): case.run()
     for case in step_cases(shape, backends): case.run()
+    for case in stock_cases(cases): with stock_malloc(): case.run()
 
 A step reads the branch input from K streams, runs an identity branch and writes its output back, forward and backward:
 the job of one residual connection. `hyper-connections` is the PyPI package of that name (Hyper-Connections, arXiv
@@ -18,8 +19,8 @@ Tensor names: n tokens, k streams, d branch width, t branch input and streams.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,16 @@ NAIVE, INDUCTOR = "naive", "inductor"
 PLAIN = (NAIVE, INDUCTOR)  # formulas as one writes them down, in eager mode and under torch.compile
 MAX_FORGET = 0.1
 NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+PACKAGE = "hyper-connections"  # begins the names of its variants
 THEN = " then "  # in the name of an operation whose norm runs after it
+
+
+STOCK = " stock"  # ends the names of ways with stock malloc
+
+
+def is_other(backend: str) -> bool:
+    """Whether a backend is what this repository's operators are compared with."""
+    return backend in PLAIN or backend.startswith(PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation in one direction: how to run it once, and how many bytes that moves."""
+    """One operation in one direction: how to run it once, and how many bytes that moves.
+
+    `stock` cases are to be run with malloc as PyTorch leaves it, the others with malloc as the process has it.
+    """
 
     op: str
     direction: str
@@ -67,6 +80,12 @@ class Case:
     retention: bool
     bytes_moved: int
     run: Callable[[], Any]
+    stock: bool = False
+
+    @property
+    def way(self) -> str:
+        """The backend, and whether with stock malloc."""
+        return f"{self.backend}{STOCK}" if self.stock else self.backend
 
 
 class using_backend:  # noqa: N801
@@ -285,6 +304,11 @@ def step_cases(shape: Shape, backends: list[str], *, package: bool) -> Iterator[
         yield Case("step", "both", name, False, moved, partial(_step, NAIVE, partial(module, streams), used))
 
 
+def stock_cases(cases: Iterable[Case]) -> list[Case]:
+    """The cases that this repository's operators are compared with, once more for stock malloc."""
+    return [replace(case, stock=True) for case in cases if is_other(case.backend)]
+
+
 def _step(backend: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
     with using_backend(backend):
         y = call()
@@ -306,6 +330,6 @@ def package_modules(shape: Shape) -> dict[str, torch.nn.Module]:
     options = {"dim": shape.hidden_size, "layer_index": 0, "branch": torch.nn.Identity()}
     classes = {"dynamic": HyperConnections, "static": Static, "constrained": ManifoldConstrainedHyperConnections}
     return {
-        f"hyper-connections {name}": module(shape.num_streams, **options).to(shape.device, shape.dtype)
+        f"{PACKAGE} {name}": module(shape.num_streams, **options).to(shape.device, shape.dtype)
         for name, module in classes.items()
     }
