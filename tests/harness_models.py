@@ -10,6 +10,8 @@ What always holds: gloo with one process, real megatron-core models, on the host
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,3 +178,20 @@ def run(model: GPTModel | HybridModel, tokens_bs: torch.Tensor, labels_bs: torch
 def controllers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The padded controller vectors of a wide model, by name."""
     return {name: param for name, param in model.named_parameters() if hasattr(param, "residual_controller")}
+
+
+def graph_nodes(output: torch.Tensor) -> list[str]:
+    """Names of the operations that `output` was computed by."""
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+def stream_operations(output: torch.Tensor) -> Counter[str]:
+    """How often `output` was computed by which streamwise operator: StreamwiseRead, StreamwiseWriteRead, ..."""
+    pattern = re.compile(r"Streamwise[A-Za-z]*?(?=Backward|>|$)")
+    return Counter(found[0] for name in graph_nodes(output) if (found := pattern.search(name)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness_models import WIDTH, build_gpt, build_hybrid, run, single_process_megatron, token_batch
+from harness_models import WIDTH, build_gpt, build_hybrid, graph_nodes, run, single_process_megatron, token_batch
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import ProcessGroup
 
@@ -41,13 +41,7 @@ def norms_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def norm_nodes(loss: torch.Tensor) -> int:
     """How many norms of a model's graph are operations of their own."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-    names = Counter(node.name() for node in seen)
+    names = Counter(graph_nodes(loss))
     return names["NativeLayerNormBackward0"] + names["PowBackward0"]
 
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.streamwise_residual_protocol import (
     StreamwisePasses,
     StreamwiseUpdate,
     WriteOptions,
+    WriteReadGradients,
 )
 
 
@@ -197,7 +198,8 @@ class StreamwiseWriteRead(torch.autograd.Function):
         call = _norm_call(norm, sum_dtype)
         y, z = operators.write_read_forward(x, update, ctx.write, ctx.retention, ctx.read, z_dtype, call)
         parameters = (write_p, retention_p, read_p, weight_d, norm_bias_d)
-        ctx.save_for_backward(x, u, bias_d, seed, *parameters, *_statistics(call))
+        assert not (options.keeps_y and retention_p is not None), "retention's gradient needs X"
+        ctx.save_for_backward(y if options.keeps_y else x, u, bias_d, seed, *parameters, *_statistics(call))
         ctx.operators, ctx.options, ctx.norm = operators, options, norm
         return y, z
 
@@ -207,16 +209,18 @@ class StreamwiseWriteRead(torch.autograd.Function):
         x, u, bias_d, seed, _, _, _, _, _, mean_n, scale_n = ctx.saved_tensors
         operators: StreamwisePasses = ctx.operators
         call = _norm_call(ctx.norm, ctx.read.sum_dtype, mean_n, scale_n)
-        found = operators.write_read_backward(
-            grad_y,
-            grad_z,
-            x,
-            StreamwiseUpdate(u, u.dtype, bias_d, ctx.options.dropout, seed),
-            ctx.write,
-            ctx.retention,
-            ctx.read,
-            call,
-        )
+        update = StreamwiseUpdate(u, u.dtype, bias_d, ctx.options.dropout, seed)
+        if ctx.options.keeps_y:  # x is Y
+            grad, grad_read_p = operators.read_backward(
+                grad_z, x, ctx.read, x.dtype, wants_grad_x=True, through=grad_y, norm=call
+            )
+            assert grad is not None
+            written = operators.write_backward(
+                grad, None, update, ctx.write, None, wants_grad_x=True, wants_grad_u=True
+            )
+            found = WriteReadGradients.of(written, grad_read_p)
+        else:
+            found = operators.write_read_backward(grad_y, grad_z, x, update, ctx.write, ctx.retention, ctx.read, call)
         grad_bias_d = _bias_gradient(found.grad_u, bias_d, found.grad_bias_d) if ctx.needs_input_grad[2] else None
         controllers = (found.grad_write_p, found.grad_retention_p, found.grad_read_p)
         return _wanted(ctx, found.grad_x, found.grad_u, grad_bias_d, None, *controllers, *_norm_gradients(call))

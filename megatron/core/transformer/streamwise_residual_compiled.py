@@ -124,7 +124,8 @@ class CompiledOperators:
             return y, z
         parameters, kind = _arguments(norm)
         settings = options.num_streams, options.is_logit, options.max_forget
-        y, z = self._write_read(x, u, write_p, read_p, retention_p, bias_d, *parameters, *settings, z_dtype, *kind)
+        tensors = (x, u, write_p, read_p, retention_p, bias_d, *parameters)
+        y, z = self._write_read(*tensors, *settings, options.keeps_y, z_dtype, *kind)
         return y, z
 
 

@@ -206,12 +206,17 @@ class StreamwisePasses(StreamwiseTraits, Protocol):
 
 
 class WriteOptions(NamedTuple):
-    """What a write is told beside tensors."""
+    """What a write is told beside tensors.
+
+    With `keeps_y` a write and read keeps Y for its backward and not X. That is for a Y that is kept anyway, as the
+    input of the next layer, and for writes without retention, whose gradients do not need X.
+    """
 
     num_streams: int
     is_logit: bool
     max_forget: float = 0.0
     dropout: float = 0.0
+    keeps_y: bool = False
 
     def controllers(
         self, sum_dtype: torch.dtype, write_p: Tensor, retention_p: Tensor | None
@@ -270,4 +275,5 @@ class StreamwiseOperators(StreamwiseTraits, Protocol):
         options: WriteOptions,
         z_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """(Y, z = sum_k f_k Y_k or its norm), with the bits of a write and a read; Y is not kept for the backward."""
+        """(Y, z = sum_k f_k Y_k or its norm), with the bits of a write and a read. Y is computed again in the backward,
+        unless `keeps_y`: then gradients have the bits of the two operators, too."""

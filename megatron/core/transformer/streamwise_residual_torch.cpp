@@ -5,7 +5,7 @@
 // needs; what users get wrong is refused in Python before.
 //
 // What always holds: the backward is written by hand and differentiable once; only what a wanted gradient needs is
-// saved, and for the write and read that is its inputs alone, never Y. A norm adds one or two numbers per token, never
+// saved, and for the write and read that is its inputs alone, or Y where it is kept anyway. A norm adds one or two numbers per token, never
 // z. Without retention the gradient of a write's stream is the incoming gradient itself.
 //
 // Names: k streams; x and y wide streams [..., k*d], u and z branch tensors [..., d], p padded controller.
@@ -30,7 +30,7 @@ struct Options : torch::CustomClassHolder {
   at::ScalarType x_type = at::kFloat, u_type = at::kFloat, z_type = at::kFloat;
   int64_t norm = NO_NORM;
   double eps = 0;
-  bool has_retention = false, has_bias = false;
+  bool has_retention = false, has_bias = false, keeps_y = false;
 
   Kind kind(Kind of_logits) const { return is_logit ? of_logits : FACTOR; }
 };
@@ -198,8 +198,9 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
     const bool in_one = options->u_type == options->z_type;
     auto [y, z] = write(x, u, b, write_p, q, in_one ? read_p : Tensor(), *options, norm);
     if (!in_one) z = read(y, read_p, *options, norm);
-    ctx->save_for_backward(
-        {x, u, b, write_p, q, read_p, or_undefined(weight), or_undefined(norm_bias), norm.mean, norm.scale});
+    TORCH_CHECK(!(options->keeps_y && q.defined()), "retention's gradient needs the stream before the write");
+    ctx->save_for_backward({options->keeps_y ? y : x, u, b, write_p, q, read_p, or_undefined(weight),
+                            or_undefined(norm_bias), norm.mean, norm.scale});
     keep(ctx, options);
     return {y, z};
   }
@@ -209,7 +210,8 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
     const auto saved = ctx->get_saved_variables();
     const auto o = kept(ctx);
     NormCall norm(o->norm, o->eps, saved[6], saved[7]);
-    const auto gradients = o->u_type == o->z_type ? in_one_pass : one_after_the_other;
+    const bool in_one = o->u_type == o->z_type && !o->keeps_y;
+    const auto gradients = in_one ? in_one_pass : one_after_the_other;
     Tensor grad_read_p;
     const auto found = gradients(grads, saved, *o, norm, grad_read_p);
     return {found.x,
@@ -241,12 +243,13 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
     return {grad_x, grad_u, w.gradient, g.gradient, bias_gradient(sums, bias)};
   }
 
-  // For an update and a z of different types: Y is computed again, then the backward of the read, then of the write
+  // Where Y is kept, or update and z have different types and it is computed again: the backward of the read, then of
+  // the write
   static WriteGradients one_after_the_other(const variable_list &grads, const variable_list &saved, const Options &o,
                                             NormCall &norm, Tensor &grad_read_p) {
     NormCall none(NO_NORM, 0, {}, {});
     const Tensor &x = saved[0], &u = saved[1], &bias = saved[2], &write_p = saved[3], &retention_p = saved[4];
-    const Tensor y = write(x, u, bias, write_p, retention_p, {}, o, none).first;
+    const Tensor y = o.keeps_y ? x : write(x, u, bias, write_p, retention_p, {}, o, none).first;
     Tensor grad;
     std::tie(grad, grad_read_p) =
         read_gradients(grads[1], y, saved[5], grads[0], true, o, norm, saved[8], saved[9]);
@@ -299,9 +302,10 @@ Tensor op_write(const Tensor &x, const Tensor &u, const Tensor &write_p, const M
 std::tuple<Tensor, Tensor> op_write_read(const Tensor &x, const Tensor &u, const Tensor &write_p, const Tensor &read_p,
                                          const MaybeTensor &retention_p, const MaybeTensor &bias,
                                          const MaybeTensor &weight, const MaybeTensor &norm_bias, int64_t k,
-                                         bool is_logit, double max_forget, at::ScalarType z_type, int64_t norm,
-                                         double eps) {
+                                         bool is_logit, double max_forget, bool keeps_y, at::ScalarType z_type,
+                                         int64_t norm, double eps) {
   const auto options = write_options_of(x, u, retention_p, bias, k, is_logit, max_forget, norm, eps);
+  options->keeps_y = keeps_y;
   options->z_type = z_type;
   const auto found =
       StreamwiseWriteRead::apply(x, u, write_p, read_p, retention_p, bias, weight, norm_bias, options);
@@ -324,7 +328,7 @@ STREAMWISE_LIBRARY(STREAMWISE_NAME, library) {
               "float max_forget) -> Tensor",
               streamwise::op_write);
   library.def("write_read(Tensor x, Tensor u, Tensor write_p, Tensor read_p, Tensor? retention_p, Tensor? bias, "
-              "Tensor? weight, Tensor? norm_bias, int k, bool is_logit, float max_forget, ScalarType z_type, int norm, "
-              "float eps) -> (Tensor, Tensor)",
+              "Tensor? weight, Tensor? norm_bias, int k, bool is_logit, float max_forget, bool keeps_y, "
+              "ScalarType z_type, int norm, float eps) -> (Tensor, Tensor)",
               streamwise::op_write_read);
 }

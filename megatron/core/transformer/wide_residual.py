@@ -208,6 +208,8 @@ class StreamwiseSigmoidWideResidualConnection(ResidualConnection):
         check_norm(norm, x_sbw, self.num_streams)
         read_p = cast(StreamwiseSigmoidWideResidualConnection, next_read).read_map(return_logits=True)
         options = self._write_options(dropout_probability, training)
+        if next_read.layer_number != self.layer_number and self.retention is None:
+            options = options._replace(keeps_y=True)  # the next layer keeps its input anyway
         dtype = _branch_dtype(self.config, self.config.fp32_residual_connection, x_sbw)
         return write_read(x_sbw, update_sbd, bias_d, *self._controllers(), read_p, options, dtype, norm)
 

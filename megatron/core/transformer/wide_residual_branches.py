@@ -76,12 +76,14 @@ class _Held:
         reads_ahead: whether the write of a branch also reads for the next one.
         read_ahead: a stream, what was read from it, and whether that is normed.
         normed: a branch input that its norm will be called with and must return.
+        following: the layer whose first branch the last write reads for (residual_read_ahead).
     """
 
     carried: dict[str, ResidualConnectionState] = field(default_factory=dict)
     reads_ahead: bool = False
     read_ahead: tuple[Tensor, Tensor, bool] | None = None
     normed: Tensor | None = None
+    following: WideResidualBranches | None = None
 
 
 class WideResidualBranches:
@@ -225,17 +227,17 @@ class WideResidualBranches:
         state = self._held.carried.pop(branch)
         options: dict[str, Any] = {"dropout_probability": dropout_probability, "training": training}
         context = self.residual_stream_recompute_context
-        if self._held.reads_ahead and branch != self._branches[-1]:
-            following = self._branches[self._branches.index(branch) + 1]
-            read = self._connection("read", following)
-            norm = self._norm_of(following, read, state.residual.dtype)
+        reader, following = self._reader_after(branch, write)
+        if reader is not None:
+            read = reader._connection("read", following)
+            norm = reader._norm_of(following, read, state.residual.dtype)
             if context is None:
                 x_sbw, z_sbd = write(branch_output=branch_output, state=state, next_read=read, norm=norm, **options)
             else:
                 x_sbw, z_sbd = checkpoint_residual_write_read(
                     write, branch_output, state, read, norm, context, **options
                 )
-            self._held.read_ahead = x_sbw, z_sbd, norm is not None
+            reader._held.read_ahead = x_sbw, z_sbd, norm is not None
             return x_sbw
         ends_block = context is not None and context.is_block_end and branch == self._branches[-1]
         if context is not None and not ends_block:
@@ -244,6 +246,22 @@ class WideResidualBranches:
         if context is not None:
             context.finalize(y_sbw)
         return y_sbw
+
+    def _reader_after(
+        self, branch: str, write: StreamwiseSigmoidWideResidualConnection
+    ) -> tuple[WideResidualBranches | None, str]:
+        """(the layer, its branch) that a branch's write reads for; no layer where none may.
+
+        Across layers without retention alone, whose gradient needs the stream before the write, and where no hook waits
+        for the read to be called.
+        """
+        if branch != self._branches[-1]:
+            return (self if self._held.reads_ahead else None), self._branches[self._branches.index(branch) + 1]
+        reader = self._held.following
+        if reader is None or write.retention is not None:
+            return None, branch
+        first = reader._branches[0]
+        return (None if is_watched(reader._connection("read", first)) else reader), first
 
     @contextmanager
     def _reading_ahead(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import WrappedTensor
 from torch import Tensor
 
+from megatron.core.transformer.residual_read_ahead import attach_read_ahead
 from megatron.core.transformer.residual_recompute import attach_residual_stream_recompute
 from megatron.core.transformer.wide_residual import build_wide_residual_readout, expand_wide_residual_stream
 from megatron.core.transformer.wide_residual_config import require_wide_residual_config
@@ -57,6 +58,7 @@ class WideResidualGPTModel(GPTModel):
             self.decoder.residual_stream_readout = build_wide_residual_readout(config)
             self.decoder.final_layernorm.register_forward_pre_hook(self._read_out)
         attach_residual_stream_recompute(self.decoder, config)
+        attach_read_ahead(self.decoder, config)
         if config.pipeline_model_parallel_size > 1:
             self.config = pipeline_boundary_config(config)
 

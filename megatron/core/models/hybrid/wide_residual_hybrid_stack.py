@@ -31,6 +31,7 @@ from megatron.core.models.hybrid.local_hybrid_stack import LocalHybridStack
 from megatron.core.ssm.wide_residual_mamba_layer import WideResidualMambaLayer
 from megatron.core.transformer.moe.shortcut_moe_layer import ShortcutMoETransformerLayer
 from megatron.core.transformer.moe.wide_residual_shortcut_moe_layer import WideResidualShortcutMoELayer
+from megatron.core.transformer.residual_read_ahead import attach_read_ahead
 from megatron.core.transformer.residual_recompute import attach_residual_stream_recompute
 from megatron.core.transformer.wide_residual import build_wide_residual_readout, expand_wide_residual_stream
 from megatron.core.transformer.wide_residual_branches import WideResidualBranches
@@ -87,6 +88,8 @@ class _WideResidualStack:
             self.residual_stream_readout = build_wide_residual_readout(config)
             self.final_norm.register_forward_pre_hook(self._read_out)
         attach_residual_stream_recompute(self, config, atomic_layer_pairs=self.atomic_layer_pairs)  # type: ignore[arg-type]
+        if not self.atomic_layer_pairs:  # a pair's MoE layer reads what its predecessor was given
+            attach_read_ahead(self, config)  # type: ignore[arg-type]
 
     def _read_out(self, norm: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give the final norm the readout [s, b, D] of the streams [s, b, K*D] that reach it."""
