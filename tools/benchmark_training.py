@@ -10,11 +10,11 @@ A step is what the trainer does: gradients to zero, forward, backward, optimizer
 the code of the training scripts). For each width, all models are in memory, and every repetition times one step of each
 and one copy of 64 MiB. Ratios are formed within a repetition.
 
-`bound` is what the streams must cost at least: the bytes that a wide model moves and the ordinary one does not, over
-the copy bandwidth of the same repetition. `of bound` is the measured extra time over it, and `95%` the range that holds
-its true median with this confidence: wide on a busy machine, narrower with more `--repeats`. Memory is the peak that
-PyTorch's allocator counts in one step, parameters, gradients and optimizer state included. docs/performance.md has the
-arithmetic.
+`bound` is what the streams cost by their traffic alone: the bytes that one read and one write per branch move and the
+ordinary model does not, over the copy bandwidth of the same repetition. `of bound` is the measured extra time over it,
+and `95%` the range that holds its true median with this confidence: wide on a busy machine, narrower with more
+`--repeats`. Memory is the peak that PyTorch's allocator counts in one step, parameters, gradients and optimizer state
+included. docs/performance.md has the arithmetic.
 
 What always holds: nothing is measured before the arguments have been checked; files are written beside and renamed into
 place. Exit status: 0 done, 2 bad arguments.
@@ -179,14 +179,13 @@ def megatron_flags(args: argparse.Namespace, width: int, variant: Variant) -> li
 def extra_units(num_streams: int, layers: list[int], *, replay: bool) -> int:
     """Elements per token, in units of D, that a wide model moves and the ordinary one does not.
 
-    `layers` has each layer's number of branches. A layer reads, then writes and reads at once between its branches, and
-    writes; the backward of its first read adds the gradient of its stream from its first write. Docs: performance.md.
+    `layers` has each layer's number of branches. Every branch reads and writes once, forward and backward, each as if
+    by itself and without additions of gradients, whatever kernels do in one pass. Docs: performance.md.
     """
     k, units = num_streams, 0
     for branches in layers:
-        fused = branches - 1
-        forward = (k + 1) + fused * (2 * k + 2) + (2 * k + 1)
-        backward = (3 * k + 1) + fused * (3 * k + 3) + (k + 2)
+        forward = branches * ((k + 1) + (2 * k + 1))
+        backward = branches * ((2 * k + 1) + (k + 2))
         units += forward + backward - 6 * branches  # an addition, forward and backward, per ordinary branch
         units += (forward - (2 * k + 1)) if replay else 0
     expand = (k + 1) + (k + 1)

@@ -11,7 +11,8 @@
 A branch is run by upstream's own forward on z (width D), which the read takes from the stream x (width K*D). The write
 stands where upstream calls the branch's bias-dropout-add, in the attribute `<branch>_bda`. A layer of two branches runs
 the first branch's write and the second one's read as one operation, in forwards within `_reading_ahead()`: with and
-without replay, with and without gradients.
+without replay, with and without gradients. The last write does so for the next layer where a stack says which that is
+(residual_read_ahead).
 
 A norm that upstream calls on what was read may be part of the read (streamwise_residual_norm): upstream is then given
 norm(z) as its branch input, and its call of the norm returns it as it is. Upstream uses the branch input for nothing
