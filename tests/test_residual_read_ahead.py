@@ -126,6 +126,27 @@ def test_a_hook_on_a_layer_or_its_read_sees_and_changes_what_it_would_without() 
     assert_same(found, outcome(other))
 
 
+def test_a_layer_whose_parameters_a_hook_gathers_is_not_read_for() -> None:
+    """As FSDP does, with hooks before and behind each layer: outside its forward a layer's parameters are not there."""
+    model, plain = BUILDERS["gpt"](), BUILDERS["gpt"]()
+    layer = model.decoder.layers[1]
+    gathered = {param: param.data for param in layer.parameters()}
+
+    def gather(*_: Any) -> None:
+        for param, data in gathered.items():
+            param.data = data
+
+    def release(*_: Any) -> None:
+        for param in gathered:
+            param.data = torch.full_like(param, torch.nan)
+
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(release)
+    release()
+    with torch.no_grad():
+        assert torch.equal(run(model, token_batch()), run(plain, token_batch()))
+
+
 def test_nothing_is_left_behind_also_where_a_layer_fails() -> None:
     model = BUILDERS["gpt"]()
     outcome(model)

@@ -7,8 +7,8 @@ to say, since only it knows what comes next and that nothing stands between: it 
 own forward. The stream between two layers is then read once in the forward, not twice.
 
 What always holds: results, gradients and what is kept for the backward are those of layers that read for themselves,
-bit for bit. A layer that is given another stream than the one that was read from reads for itself. No layer holds
-another one outside a forward of the stack.
+bit for bit. A layer that hooks prepare, or that is given another stream than the one that was read from, reads for
+itself. No layer holds another one outside a forward of the stack.
 """
 
 from __future__ import annotations

@@ -134,6 +134,12 @@ def is_watched(module: torch.nn.Module) -> bool:
     return bool(hooks) or _has_global_hooks()
 
 
+def is_prepared(module: torch.nn.Module) -> bool:
+    """Whether hooks do something before the module's forward, other than to wait for its parameters."""
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "__qualname__", "") != _PARAMETER_GATHER for hook in hooks)
+
+
 def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
     """The norm that a module of PyTorch computes, or None where it has to be called to do what it does.
 
@@ -150,11 +156,9 @@ def stream_norm_of(module: torch.nn.Module) -> StreamNorm | None:
     for parameter in (weight_d, bias_d):
         if parameter is not None and type(parameter) is not torch.nn.Parameter:
             return None
-    pre_hooks = module._forward_pre_hooks.values()
-    for hook in pre_hooks:
-        if getattr(hook, "__qualname__", "") != _PARAMETER_GATHER:
-            return None
-    for hook in pre_hooks:
+    if is_prepared(module):
+        return None
+    for hook in module._forward_pre_hooks.values():
         hook(module, ())
     return StreamNorm(kind, found.normalized_shape[0], found.eps, weight_d, bias_d)
 

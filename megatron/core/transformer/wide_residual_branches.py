@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -45,7 +45,13 @@ from megatron.core.transformer.residual_recompute import (
     checkpoint_residual_write,
     checkpoint_residual_write_read,
 )
-from megatron.core.transformer.streamwise_residual_norm import StreamNorm, is_stream_norm, is_watched, stream_norm_of
+from megatron.core.transformer.streamwise_residual_norm import (
+    StreamNorm,
+    is_prepared,
+    is_stream_norm,
+    is_watched,
+    stream_norm_of,
+)
 from megatron.core.transformer.wide_residual import StreamwiseSigmoidWideResidualConnection, load_residual_state
 from megatron.core.transformer.wide_residual_config import RESIDUAL_STREAM_MODULE
 
@@ -253,8 +259,8 @@ class WideResidualBranches:
     ) -> tuple[WideResidualBranches | None, str]:
         """(the layer, its branch) that a branch's write reads for; no layer where none may.
 
-        Across layers without retention alone, whose gradient needs the stream before the write, and where no hook waits
-        for the read to be called.
+        Across layers without retention alone, whose gradient needs the stream before the write; where no hook waits for
+        the read to be called, and none prepares the next layer (FSDP gathers its parameters there).
         """
         if branch != self._branches[-1]:
             return (self if self._held.reads_ahead else None), self._branches[self._branches.index(branch) + 1]
@@ -262,7 +268,8 @@ class WideResidualBranches:
         if reader is None or write.retention is not None:
             return None, branch
         first = reader._branches[0]
-        return (None if is_watched(reader._connection("read", first)) else reader), first
+        waits = is_watched(reader._connection("read", first)) or is_prepared(cast(torch.nn.Module, reader))
+        return (None if waits else reader), first
 
     @contextmanager
     def _reading_ahead(self) -> Iterator[None]:
