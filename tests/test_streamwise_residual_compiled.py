@@ -248,6 +248,33 @@ def test_a_bias_in_the_write_gives_the_bits_of_an_addition_before_it(
             assert torch.equal(fused[name], wanted), name
 
 
+@pytest.mark.parametrize("stream", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("kind", [None, "RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("n", [N, 3000], ids=["in the caches", "past them"])
+def test_a_write_and_read_that_keeps_its_stream_has_the_bits_of_two_operators(
+    operators: CompiledOperators, stream: torch.dtype, k: int, kind: NormKind | None, n: int
+) -> None:
+    """Gradients too, which the other write and read rounds once less."""
+    branch = torch.bfloat16 if stream is torch.float32 and k == 8 else stream
+    d = D if n == N else 128
+    case = Case(stream, branch, n=n, k=k, d=d)
+    bias_d = case.bias_d if operators.fuses_bias(stream, branch) else None
+    options, norm = WriteOptions(k, True, keeps_y=True), case.norms[kind]
+    inputs = {"x": case.x, "u": case.u, "write": case.write_p, "read": case.read_p, **_parameters(norm)}
+    inputs |= {} if bias_d is None else {"bias": bias_d}
+    gradients = (case.grad_y, case.grad_z)
+    one = operators.write_read(case.x, case.u, bias_d, None, case.write_p, None, case.read_p, norm, options, branch)
+    found = torch.autograd.grad(one, list(inputs.values()), gradients)
+    y = operators.write(case.x, case.u, bias_d, None, case.write_p, None, options)
+    z, through = operators.read(y, case.read_p, norm, num_streams=k, is_logit=True, z_dtype=branch, passes=True)
+    wanted = torch.autograd.grad((through, z), list(inputs.values()), gradients)
+    for result, apart in zip(one, (y, z), strict=True):
+        assert torch.equal(result, apart), "the forward differs"
+    for name, gradient, apart in zip(inputs, found, wanted, strict=True):
+        assert torch.equal(gradient, apart), f"the gradient of {name} differs"
+
+
 def test_only_what_a_wanted_gradient_needs_is_saved(operators: CompiledOperators) -> None:
     """A write without retention keeps its update alone, one whose map is frozen nothing; a write and read never Y."""
     case, saved = Case(torch.float32, torch.float32), []
@@ -275,6 +302,19 @@ def test_only_what_a_wanted_gradient_needs_is_saved(operators: CompiledOperators
             case.x, case.u, None, None, case.write_p, None, case.read_p, case.norms["RMSNorm"], options, torch.float32
         )
         assert kept() == ["u", "x"]
+        y, _ = operators.write_read(
+            case.x,
+            case.u,
+            None,
+            None,
+            case.write_p,
+            None,
+            case.read_p,
+            None,
+            options._replace(keeps_y=True),
+            torch.float32,
+        )
+        assert kept() == ["u", "Y"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")

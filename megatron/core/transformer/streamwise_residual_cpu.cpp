@@ -131,19 +131,14 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
       A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       const TX *rows = grad_y + t * k * d + start;
       TU *to_u = grad_u + t * d + start;
-      const bool in_fours = grad_u && has_w && !grad_x && !has_g;
-      if (in_fours && k == 4) {
-        const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
-        write_backward_rows<true>(d, rows, update, w.all(), sum_u, to_u, sum, length);
+      const A *update = nullptr;
+      if (has_w) update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
+      if (grad_u && has_w && !grad_x && !has_g) {
+        write_backward_block<false>(k, d, rows, update, w.all(), sum_u, to_u, sum, length);
         return bias_sums.add(t, start, to_u, length);
       }
       if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
-      const A *update = nullptr;
-      if (has_w) update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
-      int64_t s = 0;
-      for (; in_fours && s + 4 <= k; s += 4)
-        write_backward_rows<false>(d, rows + s * d, update, w.all() + s, sum_u, to_u, sum + s, length);
-      for (; s < k; s++) {
+      for (int64_t s = 0; s < k; s++) {
         const int64_t row = (t * k + s) * d + start;
         backward_row(grad_y + row, has_g ? x + row : nullptr, update, w[s], grad_x ? g[s] : A(1), sum_u,
                      grad_x ? grad_x + row : nullptr, sum + s, sum + k + s, length, past);
@@ -210,6 +205,52 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
   if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
 }
 
+// All gradients of a write without retention and the read of y, what it wrote, with the bits of the backward of the read
+// and then of the write. With a norm grad_z is the gradient of what was normed.
+template <class TX, class TU, class A>
+void write_read_kept_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z,
+                              const TX *y, const TU *u, const TU *bias, const Controller *write,
+                              const Controller *read, TX *grad_x, TU *grad_u, A *grad_bias, const Norm<A> *norm) {
+  threads = threads_for(n * k * d, threads);
+  ColumnSums<A> bias_sums(grad_bias ? n : 0, d);
+  const Factors<A> w(write, k), f(read, k);
+  const bool past = goes_past(grad_x, n, k, d);
+  const auto norm_partial = norm_sums(norm, n, d);
+  TokenSums sums(n, 2 * k);
+  sums.for_tokens(threads, [&](int64_t t, double *sum) {
+    const A *of_norm = !norm ? nullptr : norm_backward(*norm, norm_partial.get(), t, d, grad_z, [&](TU *z) {
+      for_blocks(d, [&](int64_t start, int64_t length) {
+        read_block<false>(k, d, y + t * k * d + start, f.all(), z + start, length);
+      });
+    });
+    TX *rows = scratch<2, TX>(k * WIDTH_BLOCK);  // the gradient of what was written, of a block, which stays in cache
+    for_blocks(d, [&](int64_t start, int64_t length) {
+      A update_buffer[WIDTH_BLOCK], grad_buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
+      const A *grad = norm ? of_norm + start : in_accumulation_type(grad_z + t * d + start, grad_buffer, length);
+      for (int64_t s = 0; s < k; s++) {
+        const int64_t row = (t * k + s) * d + start;
+        sum[k + s] += read_backward_row<true, true, true>(grad, y + row, f[s], grad_y + row, rows + s * WIDTH_BLOCK,
+                                                          length, false);
+      }
+      const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, update_buffer, length);
+      TU *to_u = grad_u + t * d + start;
+      write_backward_block<true>(k, WIDTH_BLOCK, rows, update, w.all(), sum_u, to_u, sum, length);
+      bias_sums.add(t, start, to_u, length);
+      for (int64_t s = 0; s < k; s++) {
+        const TX *from = rows + s * WIDTH_BLOCK;
+        TX *to = grad_x + (t * k + s) * d + start;
+        for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+          store_or_past<A>(past, to + i, load<A>(from + i, count), count);
+        });
+      }
+    });
+  });
+  sums.finish(0, k, write);
+  sums.finish(k, k, read);
+  if (grad_bias) bias_sums.finish(threads, grad_bias);
+  if (norm) finish_norm(*norm, n, d, threads, norm_partial.get());
+}
+
 #define STREAMWISE_KERNELS(TX, TU, A)                                                                               \
   template void read_forward(int64_t, int64_t, int64_t, int, const TX *, const Controller *, TU *, const Norm<A> *); \
   template void read_backward(int64_t, int64_t, int64_t, int, const TU *, const TX *, const Controller *,            \
@@ -221,7 +262,10 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
                                const Controller *, const Controller *, TX *, TU *, A *);                             \
   template void write_read_backward(int64_t, int64_t, int64_t, int, const TX *, const TU *, const TX *, const TU *,  \
                                     const TU *, const Controller *, const Controller *, const Controller *, TX *,    \
-                                    TU *, A *, const Norm<A> *);
+                                    TU *, A *, const Norm<A> *);                                                     \
+  template void write_read_kept_backward(int64_t, int64_t, int64_t, int, const TX *, const TU *, const TX *,         \
+                                         const TU *, const TU *, const Controller *, const Controller *, TX *, TU *, \
+                                         A *, const Norm<A> *);
 
 STREAMWISE_TYPES(STREAMWISE_KERNELS)
 

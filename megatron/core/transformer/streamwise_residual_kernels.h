@@ -34,6 +34,11 @@ void write_read_backward(int64_t n, int64_t k, int64_t d, int threads, const TX 
                          const TU *u, const TU *bias, const Controller *write, const Controller *retention,
                          const Controller *read, TX *grad_x, TU *grad_u, A *grad_bias, const Norm<A> *norm);
 
+template <class TX, class TU, class A>
+void write_read_kept_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad_y, const TU *grad_z,
+                              const TX *y, const TU *u, const TU *bias, const Controller *write,
+                              const Controller *read, TX *grad_x, TU *grad_u, A *grad_bias, const Norm<A> *norm);
+
 // Applies MACRO(TX, TU, A) to the types that there are kernels for.
 #define STREAMWISE_TYPES(MACRO) \
   MACRO(float, float, float)    \

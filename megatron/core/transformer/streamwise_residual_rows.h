@@ -156,13 +156,14 @@ void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *
 }
 
 // The same for four streams at once where nothing of a stream's size is written. All there are go straight to grad_u,
-// some of more are added to sum_u.
-template <bool ALL_THERE_ARE, class A, class TX, class TU>
+// some of more are added to sum_u. Unless IN_CACHE, what lies ahead is asked for.
+template <bool ALL_THERE_ARE, bool IN_CACHE, class A, class TX, class TU>
 void write_backward_rows(int64_t d, const TX *grad_y, const A *u, const A *w, A *sum_u, TU *grad_u, double *sum_w,
                          int64_t length) {
   lanes<A> product[4] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto) {
-    for (int r = 0; r < 4; r++) prefetch(grad_y + r * d + i, AHEAD);
+    if (!IN_CACHE)
+      for (int r = 0; r < 4; r++) prefetch(grad_y + r * d + i, AHEAD);
     const lanes<A> update = load<A>(u + i, count);
     const lanes<A> g0 = load<A>(grad_y + i, count), g1 = load<A>(grad_y + d + i, count),
                    g2 = load<A>(grad_y + 2 * d + i, count), g3 = load<A>(grad_y + 3 * d + i, count);
@@ -177,6 +178,22 @@ void write_backward_rows(int64_t d, const TX *grad_y, const A *u, const A *w, A 
       store<A>(sum_u + i, load<A>(sum_u + i, count) + sum, count);
   });
   for (int r = 0; r < 4; r++) sum_w[r] += total<A>(product[r]);
+}
+
+// grad_u = sum w_s grad_y_s of one block and the products of u with grad_y, for a write without retention: rows of
+// grad_y lie `d` apart.
+template <bool IN_CACHE, class A, class TX, class TU>
+void write_backward_block(int64_t k, int64_t d, const TX *grad_y, const A *u, const A *w, A *sum_u, TU *grad_u,
+                          double *sum_w, int64_t length) {
+  if (k == 4) return write_backward_rows<true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length);
+  std::memset(sum_u, 0, length * sizeof(A));
+  int64_t s = 0;
+  for (; s + 4 <= k; s += 4)
+    write_backward_rows<false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length);
+  for (; s < k; s++)
+    write_backward_row<true, false, true, false, A, TX>(grad_y + s * d, nullptr, u, w[s], A(1), sum_u, nullptr,
+                                                        sum_w + s, nullptr, length, false);
+  copy_row<A>(sum_u, grad_u, length);
 }
 
 template <class A, class TX>

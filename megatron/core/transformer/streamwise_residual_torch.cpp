@@ -210,8 +210,7 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
     const auto saved = ctx->get_saved_variables();
     const auto o = kept(ctx);
     NormCall norm(o->norm, o->eps, saved[6], saved[7]);
-    const bool in_one = o->u_type == o->z_type && !o->keeps_y;
-    const auto gradients = in_one ? in_one_pass : one_after_the_other;
+    const auto gradients = o->u_type == o->z_type ? in_one_pass : one_after_the_other;
     Tensor grad_read_p;
     const auto found = gradients(grads, saved, *o, norm, grad_read_p);
     return {found.x,
@@ -226,6 +225,7 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
   }
 
  private:
+  // saved[0] is Y where that was kept, else X
   static WriteGradients in_one_pass(const variable_list &grads, const variable_list &saved, const Options &o,
                                     NormCall &norm, Tensor &grad_read_p) {
     const Tensor grad_y = grads[0].contiguous(), grad_z = grads[1].contiguous();
@@ -235,16 +235,22 @@ struct StreamwiseWriteRead : torch::autograd::Function<StreamwiseWriteRead> {
         g(saved[4], o.k, o.kind(RETENTION), o.max_forget, true);
     const Sizes size(x, o.k);
     for_types(o.x_type, o.u_type, [&]<class TX, class TU, class A>() {
-      write_read_backward(size.n, size.k, size.d, threads(), in<TX>(grad_y), in<TU>(grad_z), in<TX>(x), in<TU>(u),
-                          in<TU>(bias), w.pointer(), g.pointer(), f.pointer(), out<TX>(grad_x), out<TU>(grad_u),
-                          out<A>(sums), norm.backward<A>(size.d, saved[8], saved[9]));
+      const Norm<A> *of_norm = norm.backward<A>(size.d, saved[8], saved[9]);
+      if (o.keeps_y)
+        write_read_kept_backward(size.n, size.k, size.d, threads(), in<TX>(grad_y), in<TU>(grad_z), in<TX>(x),
+                                 in<TU>(u), in<TU>(bias), w.pointer(), f.pointer(), out<TX>(grad_x), out<TU>(grad_u),
+                                 out<A>(sums), of_norm);
+      else
+        write_read_backward(size.n, size.k, size.d, threads(), in<TX>(grad_y), in<TU>(grad_z), in<TX>(x), in<TU>(u),
+                            in<TU>(bias), w.pointer(), g.pointer(), f.pointer(), out<TX>(grad_x), out<TU>(grad_u),
+                            out<A>(sums), of_norm);
     });
     grad_read_p = f.gradient;
     return {grad_x, grad_u, w.gradient, g.gradient, bias_gradient(sums, bias)};
   }
 
-  // Where Y is kept, or update and z have different types and it is computed again: the backward of the read, then of
-  // the write
+  // For an update and a z of different types: Y, unless it was kept, is computed again, then the backward of the read,
+  // then of the write
   static WriteGradients one_after_the_other(const variable_list &grads, const variable_list &saved, const Options &o,
                                             NormCall &norm, Tensor &grad_read_p) {
     NormCall none(NO_NORM, 0, {}, {});
