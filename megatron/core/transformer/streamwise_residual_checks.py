@@ -1,7 +1,8 @@
 """Argument checks of the streamwise operators: each misuse is its own TypeError or ValueError.
 
-Used by streamwise_residual_ops at the start of every call. Every message says what was found and what is wanted. Checks
-look at kinds, shapes, dtypes and devices alone, never at values, so they never wait for a GPU.
+Used by streamwise_residual_ops at the start of every call and by residual connections. Every message says what was
+found and what is wanted. Checks look at kinds, shapes, dtypes and devices alone, never at values, so they never wait
+for a GPU.
 """
 
 from __future__ import annotations

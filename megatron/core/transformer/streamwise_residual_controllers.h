@@ -21,7 +21,7 @@ namespace streamwise {
 
 enum Kind : int64_t { FACTOR, READ, WRITE, RETENTION };
 
-// What streamwise_residual_structures.py lays out
+// What streamwise_residual_tensors.h lays out
 struct Controller {
   const void *values;  // [length], float or double
   void *gradient;      // of their type; null for none

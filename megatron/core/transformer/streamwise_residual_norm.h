@@ -18,7 +18,7 @@
 
 namespace streamwise {
 
-// What streamwise_residual_structures.py lays out; pointers that a call does not use are null.
+// What streamwise_residual_tensors.h lays out; pointers that a call does not use are null.
 template <class A>
 struct Norm {
   int64_t is_layer_norm;  // else RMSNorm
