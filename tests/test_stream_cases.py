@@ -24,7 +24,8 @@ SHAPE = Shape(4, 24, 10, torch.float32)
 def test_every_backend_gives_the_results_and_gradients_of_the_plain_formula() -> None:
     found: dict[tuple[str, str, bool], list[tuple[torch.Tensor, ...]]] = {}
     for case in [*operator_cases(SHAPE, BACKENDS, retention=True), *step_cases(SHAPE, BACKENDS, package=False)]:
-        result = case.run()
+        with using_backend(case.backend):
+            result = case.run()
         results = result if isinstance(result, tuple) else (result,)
         found.setdefault((case.op, case.direction, case.retention), []).append(results)
     assert len(found) == 9

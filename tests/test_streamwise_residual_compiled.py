@@ -341,10 +341,11 @@ def test_narrower_vectors_give_the_same_results(
 def test_a_large_stream_has_the_bits_of_its_parts(
     operators: CompiledOperators, stream: torch.dtype, k: int, kind: NormKind | None, retained: bool
 ) -> None:
-    """A stream that goes past the caches, whole, and in parts small enough to stay in them."""
-    d, parts = 128, 4
-    n = parts * 800 * (2 if stream is torch.bfloat16 else 1)
-    assert n * k * d * stream.itemsize > 4 << 20 > n * k * d * stream.itemsize // parts, "the sizes are off"
+    """Streams and branches that go past the caches, whole, and in parts small enough to stay in them."""
+    d, parts = 128, 16
+    n = parts * 520 * (2 if stream is torch.bfloat16 else 1)
+    branch_bytes = n * d * stream.itemsize
+    assert branch_bytes > 4 << 20 > k * branch_bytes // parts, "the sizes are off"
     case = Case(stream, stream, n=n, k=k, d=d, seed=4)
 
     def results(rows: slice) -> list[Tensor]:

@@ -201,7 +201,7 @@ def measure(
         {"copy": copy, **{name: case.run for name, case in named.items()}},
         repeats=args.repeats,
         device=args.device,
-        around={name: partial(_settled_stock_malloc, case, copy) for name, case in named.items() if case.stock},
+        around={name: partial(_setting, case, copy) for name, case in named.items()},
     )
     rates = [2 * source.nbytes / seconds for seconds in timings["copy"].wall]
     seconds = {name: timings[name].wall for name in named}
@@ -222,13 +222,19 @@ def measure(
 
 
 @contextlib.contextmanager
-def _settled_stock_malloc(case: Case, copy: Callable[[], Any]) -> Iterator[None]:
-    """Stock malloc that holds the small blocks of an earlier call of the case, with something else in the caches."""
+def _setting(case: Case, copy: Callable[[], Any]) -> Iterator[None]:
+    """What a case runs in, so that choosing it is not timed: its backend and its malloc.
+
+    Stock malloc holds the small blocks of an earlier call of the case, with something else in the caches.
+    """
+    from stream_cases import using_backend
+
     from megatron.cpu.allocator import stock_malloc
 
-    with stock_malloc():
-        case.run()
-        copy()
+    with using_backend(case.backend), stock_malloc() if case.stock else contextlib.nullcontext():
+        if case.stock:
+            case.run()
+            copy()
         yield
 
 

@@ -1,8 +1,8 @@
 """What tools/benchmark_streams.py times: each streamwise operator in each direction, and steps around a branch.
 
-    for case in operator_cases(shape, backends, retention=False): case.run()
-    for case in step_cases(shape, backends): case.run()
-    for case in stock_cases(cases): with stock_malloc(): case.run()
+    for case in operator_cases(shape, backends, retention=False): with using_backend(case.backend): case.run()
+    for case in step_cases(shape, backends, package=True): with using_backend(case.backend): case.run()
+    for case in stock_cases(cases): with stock_malloc(), using_backend(case.backend): case.run()
 
 A step reads the branch input from K streams, runs an identity branch and writes its output back, forward and backward:
 the job of one residual connection. `hyper-connections` is the PyPI package of that name (Hyper-Connections, arXiv
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation in one direction: how to run it once, and how many bytes that moves.
+    """One operation in one direction: how to run it once, in `using_backend(backend)`, and how many bytes that moves.
 
     `stock` cases are to be run with malloc as PyTorch leaves it, the others with malloc as the process has it.
     """
@@ -89,10 +89,10 @@ class Case:
 
 
 class using_backend:  # noqa: N801
-    """Context in which the operators use a backend."""
+    """Context in which the operators use a backend, the one of a model for what is no backend of theirs."""
 
     def __init__(self, name: str) -> None:
-        self._name = "auto" if name in PLAIN else name
+        self._name = "auto" if is_other(name) else name
 
     def __enter__(self) -> None:
         self._before = os.environ.get(BACKEND_VARIABLE)
@@ -270,7 +270,7 @@ def _both(
     bytes_moved: tuple[int, int],
 ) -> Iterator[Case]:
     def forward() -> Any:
-        with using_backend(backend), torch.no_grad():
+        with torch.no_grad():
             return call()
 
     with using_backend(backend):
@@ -295,13 +295,13 @@ def step_cases(shape: Shape, backends: list[str], *, package: bool) -> Iterator[
     moved = (9 * k + 5) * shape.unit
     for backend in backends:
         step = partial(Operators(backend, k).step, x, r, s)
-        yield Case("step", "both", backend, False, moved, partial(_step, backend, step, [x, r, s]))
+        yield Case("step", "both", backend, False, moved, partial(_step, step, [x, r, s]))
     if not package:
         return
     streams = torch.randn(k, n, d, device=shape.device).to(shape.dtype).requires_grad_()
     for name, module in package_modules(shape).items():
         used = [streams, *module.parameters()]
-        yield Case("step", "both", name, False, moved, partial(_step, NAIVE, partial(module, streams), used))
+        yield Case("step", "both", name, False, moved, partial(_step, partial(module, streams), used))
 
 
 def stock_cases(cases: Iterable[Case]) -> list[Case]:
@@ -309,9 +309,8 @@ def stock_cases(cases: Iterable[Case]) -> list[Case]:
     return [replace(case, stock=True) for case in cases if is_other(case.backend)]
 
 
-def _step(backend: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-    with using_backend(backend):
-        y = call()
+def _step(call: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    y = call()
     return torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
 

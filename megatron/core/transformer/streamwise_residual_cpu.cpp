@@ -20,9 +20,10 @@ template <class TX, class TU, class A>
 void read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *x, const Controller *read, TU *z,
                   const Norm<A> *norm) {
   const Factors<A> f(read, k);
+  const bool past = !norm && goes_past(z, n, 1, d);  // a norm reads it again
   for_shared(n, threads_for(n * k * d, threads), [&](int64_t t) {
     for_blocks(d, [&](int64_t start, int64_t length) {
-      read_block<false>(k, d, x + t * k * d + start, f.all(), z + t * d + start, length);
+      read_block<false>(k, d, x + t * k * d + start, f.all(), z + t * d + start, length, past);
     });
     if (norm) norm_row(*norm, t, d, z + t * d);
   });
@@ -123,7 +124,8 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
   const Factors<A> w(write, k), g(retention, k);
   ColumnSums<A> bias_sums(grad_bias ? n : 0, d);
   const bool has_w = write->gradient, has_g = retention && retention->gradient;
-  const bool past = goes_past(grad_x, n, k, d);
+  const bool alone = grad_u && has_w && !grad_x && !has_g;  // the backward without retention
+  const bool past = goes_past(grad_x, n, k, d), past_u = !grad_bias && goes_past(grad_u, n, 1, d);
   const auto backward_row = write_backward_row_for<A, TX>(grad_u, grad_x, has_w, has_g);
   TokenSums sums(n, 2 * k);
   sums.for_tokens(threads, [&](int64_t t, double *sum) {
@@ -131,10 +133,12 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
       A buffer[WIDTH_BLOCK], sum_u[WIDTH_BLOCK];
       const TX *rows = grad_y + t * k * d + start;
       TU *to_u = grad_u + t * d + start;
-      const A *update = nullptr;
-      if (has_w) update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, buffer, length);
-      if (grad_u && has_w && !grad_x && !has_g) {
-        write_backward_block<false>(k, d, rows, update, w.all(), sum_u, to_u, sum, length);
+      const TU *from_u = has_w ? u + t * d + start : nullptr;
+      if (alone && !bias)  // u is converted as it is loaded
+        return write_backward_block<false>(k, d, rows, from_u, w.all(), sum_u, to_u, sum, length, past_u);
+      const A *update = has_w ? update_row<TX>(from_u, bias ? bias + start : nullptr, buffer, length) : nullptr;
+      if (alone) {
+        write_backward_block<false>(k, d, rows, update, w.all(), sum_u, to_u, sum, length, past_u);
         return bias_sums.add(t, start, to_u, length);
       }
       if (grad_u) std::memset(sum_u, 0, length * sizeof(A));
@@ -234,7 +238,7 @@ void write_read_kept_backward(int64_t n, int64_t k, int64_t d, int threads, cons
       }
       const A *update = update_row<TX>(u + t * d + start, bias ? bias + start : nullptr, update_buffer, length);
       TU *to_u = grad_u + t * d + start;
-      write_backward_block<true>(k, WIDTH_BLOCK, rows, update, w.all(), sum_u, to_u, sum, length);
+      write_backward_block<true>(k, WIDTH_BLOCK, rows, update, w.all(), sum_u, to_u, sum, length, false);
       bias_sums.add(t, start, to_u, length);
       for (int64_t s = 0; s < k; s++) {
         const TX *from = rows + s * WIDTH_BLOCK;

@@ -38,22 +38,22 @@ inline const A *update_row(const TU *u, const TU *bias, A *buffer, int64_t lengt
 // z = sum_s f_s x_s of one block. Streams are added in pairs of pairs, so that four or eight equal streams, read by 1/4
 // or 1/8 each, give the stream exactly. Unless IN_CACHE, what lies ahead is asked for.
 template <bool IN_CACHE, class A, class TX, class TU>
-inline void read_block(int64_t k, int64_t d, const TX *x, const A *f, TU *z, int64_t length) {
-  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+inline void read_block(int64_t k, int64_t d, const TX *x, const A *f, TU *z, int64_t length, bool past = false) {
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     lanes<A> sum = {};
     int64_t s = 0;
     for (; s + 4 <= k; s += 4) {
       const TX *row = x + s * d + i;
       if (!IN_CACHE)
-        for (int r = 0; r < 4; r++) prefetch(row + r * d, AHEAD);
+        for (int r = 0; r < 4; r++) ask_ahead<A>(row + r * d, slot);
       sum += (f[s] * load<A>(row, count) + f[s + 1] * load<A>(row + d, count)) +
              (f[s + 2] * load<A>(row + 2 * d, count) + f[s + 3] * load<A>(row + 3 * d, count));
     }
     for (; s < k; s++) {
-      if (!IN_CACHE) prefetch(x + s * d + i, AHEAD);
+      if (!IN_CACHE) ask_ahead<A>(x + s * d + i, slot);
       sum += f[s] * load<A>(x + s * d + i, count);
     }
-    store<A>(z + i, sum, count);
+    store_or_past<A>(past, z + i, sum, count);
   });
 }
 
@@ -65,13 +65,13 @@ inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *
     const TX *from = x + s * d;
     TX *to = y + s * d;
     if (g)
-      for_vectors<A>(length, [&](int64_t i, auto count, auto) {
-        prefetch(from + i, AHEAD);
+      for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
+        ask_ahead<A>(from + i, slot);
         store_or_past<A>(past, to + i, g[s] * load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
       });
     else
-      for_vectors<A>(length, [&](int64_t i, auto count, auto) {
-        prefetch(from + i, AHEAD);
+      for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
+        ask_ahead<A>(from + i, slot);
         store_or_past<A>(past, to + i, load<A>(from + i, count) + w[s] * load<A>(u + i, count), count);
       });
   }
@@ -81,11 +81,11 @@ inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *
 template <class A, class TX, class TU>
 inline void write_read_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, const A *f, TX *y,
                              TU *z, int64_t length) {
-  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     const lanes<A> update = load<A>(u + i, count);
     const auto written = [&](int64_t s) {
       const TX *from = x + s * d + i;
-      prefetch(from, AHEAD);
+      ask_ahead<A>(from, slot);
       const lanes<A> kept = load<A>(from, count);
       const lanes<A> value = g ? g[s] * kept + w[s] * update : kept + w[s] * update;
       store_past<A>(y + s * d + i, value, count);
@@ -113,10 +113,10 @@ A read_backward_row(const A *grad_z, const TX *x, A f, const TX *through, TX *gr
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     const lanes<A> grad = load<A>(grad_z + i, count);
     if (HAS_F) {
-      prefetch(x + i, AHEAD);
+      ask_ahead<A>(x + i, slot);
       product[slot] += load<A>(x + i, count) * grad;
     }
-    if (HAS_THROUGH) prefetch(through + i, AHEAD);
+    if (HAS_THROUGH) ask_ahead<A>(through + i, slot);
     if (HAS_X && HAS_THROUGH)
       store_or_past<A>(past, grad_x + i, load<A>(through + i, count) + uncontracted(rounded<TX, A>(f * grad)), count);
     else if (HAS_X)
@@ -138,13 +138,13 @@ ReadBackwardRow<A, TX> read_backward_row_for(bool has_x, bool has_f, bool has_th
 
 // One row of a write's backward: sum_u += w grad_y, grad_x = g grad_y, and the products of u and x with grad_y, added
 // to sum_w and sum_g. The flags HAS_U, HAS_X, HAS_W, HAS_G say which.
-template <bool HAS_U, bool HAS_X, bool HAS_W, bool HAS_G, class A, class TX>
-void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *sum_u, TX *grad_x, double *sum_w,
+template <bool HAS_U, bool HAS_X, bool HAS_W, bool HAS_G, class A, class TX, class TU = A>
+void write_backward_row(const TX *grad_y, const TX *x, const TU *u, A w, A g, A *sum_u, TX *grad_x, double *sum_w,
                         double *sum_g, int64_t length, bool past) {
   lanes<A> product_w[2] = {}, product_g[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
-    prefetch(grad_y + i, AHEAD);
-    if (HAS_G) prefetch(x + i, AHEAD);
+    ask_ahead<A>(grad_y + i, slot);
+    if (HAS_G) ask_ahead<A>(x + i, slot);
     const lanes<A> grad = load<A>(grad_y + i, count);
     if (HAS_G) product_g[slot] += load<A>(x + i, count) * grad;
     if (HAS_W) product_w[slot] += load<A>(u + i, count) * grad;
@@ -156,43 +156,47 @@ void write_backward_row(const TX *grad_y, const TX *x, const A *u, A w, A g, A *
 }
 
 // The same for four streams at once where nothing of a stream's size is written. All there are go straight to grad_u,
-// some of more are added to sum_u. Unless IN_CACHE, what lies ahead is asked for.
-template <bool ALL_THERE_ARE, bool IN_CACHE, class A, class TX, class TU>
-void write_backward_rows(int64_t d, const TX *grad_y, const A *u, const A *w, A *sum_u, TU *grad_u, double *sum_w,
-                         int64_t length) {
-  lanes<A> product[4] = {};
-  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+// some of more are added to sum_u. Unless IN_CACHE, what lies ahead is asked for. TV is the type of u, which need not be that
+// of the sums.
+template <bool ALL_THERE_ARE, bool IN_CACHE, class A, class TX, class TV, class TU>
+void write_backward_rows(int64_t d, const TX *grad_y, const TV *u, const A *w, A *sum_u, TU *grad_u, double *sum_w,
+                         int64_t length, bool past) {
+  lanes<A> p0 = {}, p1 = {}, p2 = {}, p3 = {};
+  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
     if (!IN_CACHE)
-      for (int r = 0; r < 4; r++) prefetch(grad_y + r * d + i, AHEAD);
+      for (int r = 0; r < 4; r++) ask_ahead<A>(grad_y + r * d + i, slot);
     const lanes<A> update = load<A>(u + i, count);
     const lanes<A> g0 = load<A>(grad_y + i, count), g1 = load<A>(grad_y + d + i, count),
                    g2 = load<A>(grad_y + 2 * d + i, count), g3 = load<A>(grad_y + 3 * d + i, count);
-    product[0] += update * g0;
-    product[1] += update * g1;
-    product[2] += update * g2;
-    product[3] += update * g3;
+    p0 += update * g0;
+    p1 += update * g1;
+    p2 += update * g2;
+    p3 += update * g3;
     const lanes<A> sum = (w[0] * g0 + w[1] * g1) + (w[2] * g2 + w[3] * g3);
     if (ALL_THERE_ARE)
-      store<A>(grad_u + i, sum, count);
+      store_or_past<A>(past, grad_u + i, sum, count);
     else
       store<A>(sum_u + i, load<A>(sum_u + i, count) + sum, count);
   });
-  for (int r = 0; r < 4; r++) sum_w[r] += total<A>(product[r]);
+  sum_w[0] += total<A>(p0);
+  sum_w[1] += total<A>(p1);
+  sum_w[2] += total<A>(p2);
+  sum_w[3] += total<A>(p3);
 }
 
 // grad_u = sum w_s grad_y_s of one block and the products of u with grad_y, for a write without retention: rows of
 // grad_y lie `d` apart.
-template <bool IN_CACHE, class A, class TX, class TU>
-void write_backward_block(int64_t k, int64_t d, const TX *grad_y, const A *u, const A *w, A *sum_u, TU *grad_u,
-                          double *sum_w, int64_t length) {
-  if (k == 4) return write_backward_rows<true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length);
+template <bool IN_CACHE, class A, class TX, class TV, class TU>
+void write_backward_block(int64_t k, int64_t d, const TX *grad_y, const TV *u, const A *w, A *sum_u, TU *grad_u,
+                          double *sum_w, int64_t length, bool past) {
+  if (k == 4) return write_backward_rows<true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
   std::memset(sum_u, 0, length * sizeof(A));
   int64_t s = 0;
   for (; s + 4 <= k; s += 4)
-    write_backward_rows<false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length);
+    write_backward_rows<false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length, past);
   for (; s < k; s++)
-    write_backward_row<true, false, true, false, A, TX>(grad_y + s * d, nullptr, u, w[s], A(1), sum_u, nullptr,
-                                                        sum_w + s, nullptr, length, false);
+    write_backward_row<true, false, true, false, A, TX, TV>(grad_y + s * d, nullptr, u, w[s], A(1), sum_u, nullptr,
+                                                            sum_w + s, nullptr, length, false);
   copy_row<A>(sum_u, grad_u, length);
 }
 
@@ -220,8 +224,8 @@ void write_read_backward_row(const TX *grad_y, const A *grad_z, const TX *x, con
                              bool past) {
   lanes<A> product_w[2] = {}, product_g[2] = {}, product_f[2] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
-    prefetch(grad_y + i, AHEAD);
-    if (!HAS_Y) prefetch(x + i, AHEAD);  // with y, x was looked at for it
+    ask_ahead<A>(grad_y + i, slot);
+    if (!HAS_Y) ask_ahead<A>(x + i, slot);  // with y, x was looked at for it
     const lanes<A> grad_read = load<A>(grad_z + i, count), update = load<A>(u + i, count);
     const lanes<A> kept = load<A>(x + i, count);
     const lanes<A> grad = load<A>(grad_y + i, count) + f * grad_read;

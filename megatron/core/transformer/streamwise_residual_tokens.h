@@ -23,7 +23,6 @@ namespace streamwise {
 constexpr int64_t TOKEN_BLOCK = 16;           // tokens per partial sum of a controller's gradient
 constexpr int64_t WIDTH_BLOCK = 1024;         // elements of a row that stay in the first cache while streams are mixed
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below this a parallel region costs more than it saves
-constexpr int64_t AHEAD = 32768;              // bytes; the processor's own prefetchers stop at the end of a page
 
 constexpr int64_t PAST_BYTES = 4 << 20;       // a stream of this size is in no near cache when it is used next
 constexpr int64_t OPEN_LINES = 8;             // that a processor surely holds until they are whole

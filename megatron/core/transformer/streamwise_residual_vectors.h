@@ -67,14 +67,29 @@ inline To as(From from) {
 // Vectors as they lie in memory, and back
 inline lanes<float> widen(lanes<float> value) { return value; }
 inline lanes<double> widen(lanes<double> value) { return value; }
-inline lanes<float> widen(halves bits) { return as<lanes<float>>(__builtin_convertvector(bits, words) << 16); }
+#if defined(__AVX512F__)  // of __builtin_convertvector GCC makes three to five instructions instead of one
+inline words each_a_word(halves bits) { return as<words>(_mm512_cvtepu16_epi32(as<__m256i>(bits))); }
+inline halves low_halves(words bits) { return as<halves>(_mm512_cvtepi32_epi16(as<__m512i>(bits))); }
+#elif defined(__AVX2__)
+inline words each_a_word(halves bits) { return as<words>(_mm256_cvtepu16_epi32(as<__m128i>(bits))); }
+inline halves low_halves(words bits) { return __builtin_convertvector(bits, halves); }
+#else
+inline words each_a_word(halves bits) { return __builtin_convertvector(bits, words); }
+inline halves low_halves(words bits) { return __builtin_convertvector(bits, halves); }
+#endif
+inline lanes<float> widen(halves bits) { return as<lanes<float>>(each_a_word(bits) << 16); }
 inline void narrow(lanes<float> value, lanes<float> *to) { *to = value; }
 inline void narrow(lanes<double> value, lanes<double> *to) { *to = value; }
 inline void narrow(lanes<float> value, halves *to) {  // round to nearest even; NaN stays NaN
   const words bits = as<words>(value);
-  const words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const words is_nan = as<words>((bits & 0x7fffffffu) > 0x7f800000u);
-  *to = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), halves);
+  const words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+#if defined(__AVX512F__)
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(as<__m512>(value), as<__m512>(value), _CMP_UNORD_Q);
+  const words whole = as<words>(_mm512_mask_mov_epi32(as<__m512i>(rounded), is_nan, _mm512_set1_epi32(0x7fc00000)));
+#else
+  const words is_nan = as<words>(value != value), whole = (rounded & ~is_nan) | (is_nan & 0x7fc00000u);
+#endif
+  *to = low_halves(whole >> 16);
 }
 template <class T>
 struct Stored {
@@ -154,11 +169,18 @@ inline Lanes uncontracted(Lanes value) {
 
 template <class A>
 inline A total(lanes<A> value) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same<A, float>::value)
+    return _mm512_reduce_add_ps(as<__m512>(value));
+  else
+    return _mm512_reduce_add_pd(as<__m512d>(value));
+#else
   A parts[COUNT<A>];
   std::memcpy(parts, &value, sizeof parts);
   for (int64_t half = COUNT<A> / 2; half; half /= 2)
     for (int64_t i = 0; i < half; i++) parts[i] += parts[i + half];
   return parts[0];
+#endif
 }
 
 // Calls body(start, count, slot) for the vectors of a row. Neighbours have different slots, 0 and 1, so that what is
@@ -180,10 +202,14 @@ inline void for_vectors(int64_t length, Body body) {
   if (i < length) body(i, length - i, odd);
 }
 
-// Asks for memory `bytes` ahead of `from`. Nothing is read, so it may lie behind the end.
-template <class T>
-inline void prefetch(const T *from, int64_t bytes) {
-  __builtin_prefetch(reinterpret_cast<const char *>(from) + bytes);
+// Asks for the memory AHEAD of the vector of this slot, once per cache line. Nothing is read, so it may lie behind the
+// end. (The processor's own prefetchers stop at the end of a page.)
+constexpr int64_t AHEAD = 32768;  // bytes
+constexpr int64_t LINE = 64;      // bytes, at least
+template <class A, class T, class Slot>
+inline void ask_ahead(const T *from, Slot) {
+  constexpr bool asked_before = Slot::value && COUNT<A> * sizeof(T) * 2 <= LINE;
+  if (!asked_before) __builtin_prefetch(reinterpret_cast<const char *>(from) + AHEAD);
 }
 
 template <class A, class From, class To>
