@@ -35,9 +35,10 @@ void write_read_forward(int64_t n, int64_t k, int64_t d, int threads, const TX *
                         const Controller *write, const Controller *retention, const Controller *read, TX *y, TU *z,
                         const Norm<A> *norm) {
   const Factors<A> w(write, k), g(retention, k), f(read, k);
-  // With the streams side by side every line is open until it is whole; many or half-written ones are sent too early.
-  constexpr int64_t STORES_PER_LINE = PAST_ALIGNMENT / (COUNT<A> * sizeof(TX));
-  const bool goes = goes_past(y, n, k, d), joins = goes && z && k * STORES_PER_LINE <= OPEN_LINES, past = goes && !z;
+  // With the streams side by side a line that two vectors do not fill stays open, and one of many is sent half filled.
+  constexpr int64_t PAIRS_PER_LINE = PAST_ALIGNMENT / (2 * COUNT<A> * sizeof(TX));
+  const bool goes = goes_past(y, n, k, d), past = goes && !z;
+  const bool joins = goes && z && (PAIRS_PER_LINE <= 1 || k * PAIRS_PER_LINE <= OPEN_LINES);
   for_shared(n, threads_for(n * k * d, threads), [&](int64_t t) {
     for_blocks(d, [&](int64_t start, int64_t length) {
       A buffer[WIDTH_BLOCK];

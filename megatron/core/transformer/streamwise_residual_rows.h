@@ -77,28 +77,48 @@ inline void write_block(int64_t k, int64_t d, const TX *x, const A *u, const A *
   }
 }
 
-// The same with z = sum_s f_s y_s of what is stored, as read_block adds it up, for a stream that goes past the caches
+// The same with z = sum_s f_s y_s of what is stored, as read_block adds it up, for a stream that goes past the caches.
+// Two vectors of a stream at a time, which make a line of most types: one that is left half filled is sent twice.
 template <class A, class TX, class TU>
 inline void write_read_block(int64_t k, int64_t d, const TX *x, const A *u, const A *w, const A *g, const A *f, TX *y,
                              TU *z, int64_t length) {
-  for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
-    const lanes<A> update = load<A>(u + i, count);
-    const auto written = [&](int64_t s) {
-      const TX *from = x + s * d + i;
-      ask_ahead<A>(from, slot);
-      const lanes<A> kept = load<A>(from, count);
-      const lanes<A> value = g ? g[s] * kept + w[s] * update : kept + w[s] * update;
-      store_past<A>(y + s * d + i, value, count);
-      return uncontracted(rounded<TX, A>(value));
+  for_pairs<A>(length, [&](int64_t i, auto count, auto vectors) {
+    constexpr int V = decltype(vectors)::value;
+    constexpr std::integral_constant<int, 0> first;
+    struct Lanes {
+      lanes<A> of[V];
     };
-    lanes<A> sum = {};
+    lanes<A> update[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) update[v] = load<A>(u + i + v * COUNT<A>, count);
+    const auto written = [&](int64_t s) {
+      Lanes stored;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) {
+        const int64_t at = s * d + i + v * COUNT<A>;
+        if (v == 0 || COUNT<A> * sizeof(TX) * 2 > LINE) ask_ahead<A>(x + at, first);
+        const lanes<A> kept = load<A>(x + at, count);
+        const lanes<A> value = g ? g[s] * kept + w[s] * update[v] : kept + w[s] * update[v];
+        store_past<A>(y + at, value, count);
+        stored.of[v] = uncontracted(rounded<TX, A>(value));
+      }
+      return stored;
+    };
+    lanes<A> sum[V] = {};
     int64_t s = 0;
     for (; s + 4 <= k; s += 4) {
-      const lanes<A> y0 = written(s), y1 = written(s + 1), y2 = written(s + 2), y3 = written(s + 3);
-      sum += (f[s] * y0 + f[s + 1] * y1) + (f[s + 2] * y2 + f[s + 3] * y3);
+      const Lanes y0 = written(s), y1 = written(s + 1), y2 = written(s + 2), y3 = written(s + 3);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++)
+        sum[v] += (f[s] * y0.of[v] + f[s + 1] * y1.of[v]) + (f[s + 2] * y2.of[v] + f[s + 3] * y3.of[v]);
     }
-    for (; s < k; s++) sum += f[s] * written(s);
-    store<A>(z + i, sum, count);
+    for (; s < k; s++) {
+      const Lanes one = written(s);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) sum[v] += f[s] * one.of[v];
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) store<A>(z + i + v * COUNT<A>, sum[v], count);
   });
 }
 
@@ -155,33 +175,35 @@ void write_backward_row(const TX *grad_y, const TX *x, const TU *u, A w, A g, A 
   if (HAS_G) *sum_g += total<A>(product_g[0] + product_g[1]);
 }
 
-// The same for four streams at once where nothing of a stream's size is written. All there are go straight to grad_u,
-// some of more are added to sum_u. Unless IN_CACHE, what lies ahead is asked for. TV is the type of u, which need not be that
+// The same for R streams at once where nothing of a stream's size is written. All there are go straight to grad_u, some
+// of more are added to sum_u. Unless IN_CACHE, what lies ahead is asked for. TV is the type of u, which need not be that
 // of the sums.
-template <bool ALL_THERE_ARE, bool IN_CACHE, class A, class TX, class TV, class TU>
+template <int R, bool ALL_THERE_ARE, bool IN_CACHE, class A, class TX, class TV, class TU>
 void write_backward_rows(int64_t d, const TX *grad_y, const TV *u, const A *w, A *sum_u, TU *grad_u, double *sum_w,
                          int64_t length, bool past) {
-  lanes<A> p0 = {}, p1 = {}, p2 = {}, p3 = {};
+  static_assert(R < 4 || R % 4 == 0, "streams are added in pairs of pairs");
+  lanes<A> product[R] = {};
   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {
-    if (!IN_CACHE)
-      for (int r = 0; r < 4; r++) ask_ahead<A>(grad_y + r * d + i, slot);
     const lanes<A> update = load<A>(u + i, count);
-    const lanes<A> g0 = load<A>(grad_y + i, count), g1 = load<A>(grad_y + d + i, count),
-                   g2 = load<A>(grad_y + 2 * d + i, count), g3 = load<A>(grad_y + 3 * d + i, count);
-    p0 += update * g0;
-    p1 += update * g1;
-    p2 += update * g2;
-    p3 += update * g3;
-    const lanes<A> sum = (w[0] * g0 + w[1] * g1) + (w[2] * g2 + w[3] * g3);
+    lanes<A> grad[R], sum = {};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      if (!IN_CACHE) ask_ahead<A>(grad_y + r * d + i, slot);
+      grad[r] = load<A>(grad_y + r * d + i, count);
+      product[r] += update * grad[r];
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r + 4 <= R; r += 4)
+      sum += (w[r] * grad[r] + w[r + 1] * grad[r + 1]) + (w[r + 2] * grad[r + 2] + w[r + 3] * grad[r + 3]);
+#pragma GCC unroll 3
+    for (int r = R / 4 * 4; r < R; r++) sum += w[r] * grad[r];
     if (ALL_THERE_ARE)
       store_or_past<A>(past, grad_u + i, sum, count);
     else
       store<A>(sum_u + i, load<A>(sum_u + i, count) + sum, count);
   });
-  sum_w[0] += total<A>(p0);
-  sum_w[1] += total<A>(p1);
-  sum_w[2] += total<A>(p2);
-  sum_w[3] += total<A>(p3);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) sum_w[r] += total<A>(product[r]);
 }
 
 // grad_u = sum w_s grad_y_s of one block and the products of u with grad_y, for a write without retention: rows of
@@ -189,11 +211,14 @@ void write_backward_rows(int64_t d, const TX *grad_y, const TV *u, const A *w, A
 template <bool IN_CACHE, class A, class TX, class TV, class TU>
 void write_backward_block(int64_t k, int64_t d, const TX *grad_y, const TV *u, const A *w, A *sum_u, TU *grad_u,
                           double *sum_w, int64_t length, bool past) {
-  if (k == 4) return write_backward_rows<true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
+  if (k == 2) return write_backward_rows<2, true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
+  if (k == 3) return write_backward_rows<3, true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
+  if (k == 4) return write_backward_rows<4, true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
+  if (k == 8) return write_backward_rows<8, true, IN_CACHE>(d, grad_y, u, w, sum_u, grad_u, sum_w, length, past);
   std::memset(sum_u, 0, length * sizeof(A));
   int64_t s = 0;
   for (; s + 4 <= k; s += 4)
-    write_backward_rows<false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length, past);
+    write_backward_rows<4, false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length, past);
   for (; s < k; s++)
     write_backward_row<true, false, true, false, A, TX, TV>(grad_y + s * d, nullptr, u, w[s], A(1), sum_u, nullptr,
                                                             sum_w + s, nullptr, length, false);

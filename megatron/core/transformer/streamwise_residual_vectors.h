@@ -202,6 +202,21 @@ inline void for_vectors(int64_t length, Body body) {
   if (i < length) body(i, length - i, odd);
 }
 
+// Calls body(i, count, vectors) for the vectors of a row, two at a time where there are two: `vectors` is 2 or 1.
+template <class A, class Body>
+inline void for_pairs(int64_t length, Body body) {
+  constexpr All<A> all;
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 2> two;
+  int64_t i = 0;
+  for (; i + 2 * all <= length; i += 2 * all) body(i, all, two);
+  if (i + all <= length) {
+    body(i, all, one);
+    i += all;
+  }
+  if (i < length) body(i, length - i, one);
+}
+
 // Asks for the memory AHEAD of the vector of this slot, once per cache line. Nothing is read, so it may lie behind the
 // end. (The processor's own prefetchers stop at the end of a page.)
 constexpr int64_t AHEAD = 32768;  // bytes
