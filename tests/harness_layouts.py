@@ -15,7 +15,7 @@ What always holds: a case and its reference load the same weights from one torch
 samples in every step; a gradient is the whole parameter's, put together from all ranks after `finalize_model_grads`,
 under the name that the parameter has in the one-process model. Dropout is 0, because layouts draw different masks.
 
-As a script (what `run_cases` launches): torchrun harness_layouts.py PLAN.json, one JSON and one .pt file a case.
+As a script (what `run_cases` launches): harness_layouts.py PLAN.json on every rank, one JSON and one .pt file a case.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from harness_preloaded import run_preloaded_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -167,22 +168,13 @@ def _load(model: str, precision: str, folder: Path) -> list[str]:
 
 
 def launch_entries(world_size: int, entries: list[dict[str, Any]], folder: Path) -> None:
-    """Run one plan under torchrun."""
+    """Run one plan on `world_size` processes."""
     plan = folder / f"plan-{world_size}-{entries[0]['name']}.json"
     plan.write_text(json.dumps({"folder": str(folder), "entries": entries}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     log = folder / f"{plan.stem}.log"
-    # A file, not a pipe: what a failed rank leaves running (checkpoint writers) would keep a pipe open for ever.
-    with log.open("w") as output:
-        done = subprocess.run(
-            [*command, __file__, str(plan)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    assert done.returncode == 0, f"{plan.stem} failed:\n{_first_failure(log.read_text())}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    status = run_preloaded_ranks(world_size, [__file__, str(plan)], environment, ROOT, log)
+    assert status == 0, f"{plan.stem} failed:\n{_first_failure(log.read_text())}"
 
 
 def _first_failure(text: str) -> str:

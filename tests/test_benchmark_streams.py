@@ -7,7 +7,9 @@ No assertion looks at seconds or at a fraction's size: those belong to the machi
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +136,21 @@ def test_others_are_timed_with_stock_malloc_too_in_a_second_table_and_the_json(t
         assert [x, x_stock] == [f"{record['speedup_over'][name]:.1f}" for name in ("naive", "naive stock")]
     for column in ("its ms stock", "x stock"):
         assert column in done.stdout
+
+
+def test_a_case_is_timed_on_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    benchmark_streams = importlib.import_module("benchmark_streams")
+    stream_cases = importlib.import_module("stream_cases")
+    monkeypatch.setenv("MEGATRON_STREAMWISE_BACKEND", "compiled")
+    seen: list[str] = []
+    case = stream_cases.Case(
+        "read", "forward", "eager", False, 1, lambda: seen.append(os.environ["MEGATRON_STREAMWISE_BACKEND"])
+    )
+    with benchmark_streams._setting(case, lambda: None):
+        case.run()
+    assert set(seen) == {"eager"}
+    assert os.environ["MEGATRON_STREAMWISE_BACKEND"] == "compiled"
 
 
 def test_freed_memory_is_kept_again_behind_the_cases_with_stock_malloc() -> None:

@@ -135,7 +135,7 @@ void write_backward(int64_t n, int64_t k, int64_t d, int threads, const TX *grad
       const TX *rows = grad_y + t * k * d + start;
       TU *to_u = grad_u + t * d + start;
       const TU *from_u = has_w ? u + t * d + start : nullptr;
-      if (alone && !bias)  // u is converted as it is loaded
+      if (alone && !bias && !grad_bias)  // u is converted as it is loaded
         return write_backward_block<false>(k, d, rows, from_u, w.all(), sum_u, to_u, sum, length, past_u);
       const A *update = has_w ? update_row<TX>(from_u, bias ? bias + start : nullptr, buffer, length) : nullptr;
       if (alone) {
@@ -242,11 +242,7 @@ void write_read_kept_backward(int64_t n, int64_t k, int64_t d, int threads, cons
       write_backward_block<true>(k, WIDTH_BLOCK, rows, update, w.all(), sum_u, to_u, sum, length, false);
       bias_sums.add(t, start, to_u, length);
       for (int64_t s = 0; s < k; s++) {
-        const TX *from = rows + s * WIDTH_BLOCK;
-        TX *to = grad_x + (t * k + s) * d + start;
-        for_vectors<A>(length, [&](int64_t i, auto count, auto) {
-          store_or_past<A>(past, to + i, load<A>(from + i, count), count);
-        });
+        copy_row<A>(rows + s * WIDTH_BLOCK, grad_x + (t * k + s) * d + start, length, past);
       }
     });
   });

@@ -218,11 +218,11 @@ void write_backward_block(int64_t k, int64_t d, const TX *grad_y, const TV *u, c
   std::memset(sum_u, 0, length * sizeof(A));
   int64_t s = 0;
   for (; s + 4 <= k; s += 4)
-    write_backward_rows<4, false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length, past);
+    write_backward_rows<4, false, IN_CACHE>(d, grad_y + s * d, u, w + s, sum_u, grad_u, sum_w + s, length, false);
   for (; s < k; s++)
     write_backward_row<true, false, true, false, A, TX, TV>(grad_y + s * d, nullptr, u, w[s], A(1), sum_u, nullptr,
                                                             sum_w + s, nullptr, length, false);
-  copy_row<A>(sum_u, grad_u, length);
+  copy_row<A>(sum_u, grad_u, length, past);
 }
 
 template <class A, class TX>

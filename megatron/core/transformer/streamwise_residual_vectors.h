@@ -1,4 +1,5 @@
-// Rows of memory as vectors of the machine's widest registers, in the portable notation of GCC and clang.
+// Rows of memory as vectors of the machine's widest registers, in the portable notation of GCC and clang, with the
+// instructions of x86 where that is slow.
 //
 //   for_vectors<A>(length, [&](int64_t i, auto count, auto slot) {       // A: float or double, in which one computes
 //     sum[slot] += load<A>(row + i, count) * factor;                     // row: float, bf16 or double
@@ -217,8 +218,8 @@ inline void for_pairs(int64_t length, Body body) {
   if (i < length) body(i, length - i, one);
 }
 
-// Asks for the memory AHEAD of the vector of this slot, once per cache line. Nothing is read, so it may lie behind the
-// end. (The processor's own prefetchers stop at the end of a page.)
+// Asks for the memory AHEAD of the vector of this slot, once where two neighbours lie in one cache line. Nothing is read,
+// so it may lie behind the end. (The processor's own prefetchers stop at the end of a page.)
 constexpr int64_t AHEAD = 32768;  // bytes
 constexpr int64_t LINE = 64;      // bytes, at least
 template <class A, class T, class Slot>
@@ -228,8 +229,10 @@ inline void ask_ahead(const T *from, Slot) {
 }
 
 template <class A, class From, class To>
-inline void copy_row(const From *from, To *to, int64_t length) {
-  for_vectors<A>(length, [&](int64_t i, auto count, auto) { store<A>(to + i, load<A>(from + i, count), count); });
+inline void copy_row(const From *from, To *to, int64_t length, bool past = false) {
+  for_vectors<A>(length, [&](int64_t i, auto count, auto) {
+    store_or_past<A>(past, to + i, load<A>(from + i, count), count);
+  });
 }
 
 }  // namespace streamwise
