@@ -178,7 +178,7 @@ def launch_entries(world_size: int, entries: list[dict[str, Any]], folder: Path)
 
 
 def _first_failure(text: str) -> str:
-    """What the ranks printed around the first traceback; torchrun's own long report of the failure follows it."""
+    """What the ranks printed around the first traceback."""
     at = text.find("Traceback (most recent call last)")
     start = text.rfind("\n==== ", 0, at) if at >= 0 else -1
     entry = text[start + 1 :].partition("\n")[0] if start >= 0 else "(no entry had begun)"
@@ -369,7 +369,7 @@ def main() -> None:
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
-                os._exit(1)  # the other ranks wait in a collective: torchrun ends them
+                os._exit(1)  # the other ranks wait in a collective: they are killed then
 
 
 if __name__ == "__main__":

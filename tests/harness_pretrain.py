@@ -1,12 +1,14 @@
 """Run pretrain_gpt.py as a user does and read back what it computed.
 
-    run = pretrain([*TINY_GPT, "--train-iters", "4"], folder)          # one process; torchrun with processes=2
+    run = pretrain([*TINY_GPT, "--train-iters", "4"], folder)          # one process; 2 ranks with processes=2
     run.losses            # {1: 5.57..., 2: ...}: the exact fp32 training loss of every step
     run.log               # everything it printed
     pretrain_killed_after(step, options, folder)                        # SIGKILL as soon as that step's line appears
 
 What always holds: `losses` come from the TensorBoard events (the log line rounds, and averages its second step after a
-start), so equal values are equal bits; a run that should succeed and does not fails the test with its log's end.
+start), so equal values are equal bits; a run that should succeed and does not fails the test with its log's end. A run
+is a process of its own, forked from one that has the trainer imported (harness_preloaded) unless it is killed, gets an
+environment or fails on several ranks: those start as from a shell, the latter under torchrun.
 """
 
 from __future__ import annotations
