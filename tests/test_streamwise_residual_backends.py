@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from harness_preloaded import can_preload, run_preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,12 +79,41 @@ def test_processes_that_start_at_once_build_once_and_later_ones_load(tmp_path: P
     assert run(tmp_path, CXX=compiler) == loaded[0]
     assert library.stat().st_mtime_ns == built, "a later process built again"
 
+    whole = library.read_bytes()
+    a_library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    for damaged in (whole[: len(whole) // 2], b"not a library", b"", a_library.read_bytes()):
+        library.unlink()  # a process may have it mapped
+        library.write_bytes(damaged)
+        warning, _, *backends = run(tmp_path, CXX=compiler)
+        assert warning.startswith("WARNING"), warning
+        assert f"{library} does not load" in warning, warning
+        assert backends == ["BACKEND eager"] * 2
+
 
 def test_without_a_compiler_auto_warns_once_with_the_reason_and_runs_eager(tmp_path: Path) -> None:
     lines = run(tmp_path, CXX="no-such-compiler")
     assert [line.split()[0] for line in lines] == ["WARNING", "INFO", "BACKEND", "BACKEND"]
     assert "no C++ compiler 'no-such-compiler' on PATH" in lines[0]
     assert lines[2] == "BACKEND eager"
+
+
+def test_a_compiler_that_does_not_run_or_makes_nothing_is_reported(tmp_path: Path) -> None:
+    junk = tmp_path / "junk"
+    junk.write_bytes(b"junk")
+    junk.chmod(0o755)
+    for compiler, message in ((str(junk), "does not run"), ("/bin/true", "made no library")):
+        lines = [line for line in run(tmp_path / "cache", CXX=compiler) if not line.startswith("INFO Compiling")]
+        assert message in lines[0], lines
+        assert lines[-1] == "BACKEND eager"
+
+
+def test_a_fake_tensor_is_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron.core.transformer.streamwise_residual_ops import streamwise_sigmoid_read
+
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="stream in memory is wanted"):
+        streamwise_sigmoid_read(torch.ones(2, 8), torch.zeros(4), 4)
 
 
 def test_a_build_that_fails_is_reported_with_the_compilers_message(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ Checks come before the choice of kernels, so one backend stands for all.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.transformer.streamwise_residual_norm import StreamNorm
 from megatron.core.transformer.streamwise_residual_ops import (
     streamwise_read,
     streamwise_sigmoid_read,
@@ -91,3 +93,22 @@ def test_each_misuse_has_its_own_error(misuse: str) -> None:
     call, error, message = MISUSES[misuse]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "eps", "weight", "bias", "error", "message"),
+    [
+        ("Foo", 1e-5, None, None, ValueError, "norm.kind must be 'RMSNorm' or 'LayerNorm', got 'Foo'"),
+        ("RMSNorm", None, None, None, TypeError, "norm.eps must be a float, got NoneType"),
+        ("RMSNorm", 1e-5, None, torch.ones(2), ValueError, "norm.bias_d must be None for an RMSNorm"),
+        ("LayerNorm", 1e-5, [1.0, 1.0], None, TypeError, "norm.weight_d must be a floating torch.Tensor"),
+        ("LayerNorm", 1e-5, torch.ones(2, dtype=torch.int32), None, TypeError, "norm.weight_d must be a floating"),
+        ("LayerNorm", 1e-5, torch.ones(3), None, ValueError, r"norm.weight_d must have shape \(2,\), got \(3,\)"),
+    ],
+)
+def test_a_norm_that_is_none_is_refused_by_field(
+    kind: Any, eps: Any, weight: Any, bias: Any, error: type[Exception], message: str
+) -> None:
+    norm = StreamNorm(kind, 2, eps, weight, bias)
+    with pytest.raises(error, match=message):
+        streamwise_sigmoid_read(torch.ones(3, 8), torch.zeros(4), 4, norm=norm)

@@ -115,11 +115,23 @@ def check_norm(norm: StreamNorm | None, stream: Tensor, num_streams: int) -> Non
         return
     if not isinstance(norm, StreamNorm):
         raise TypeError(f"norm must be a StreamNorm (stream_norm_of a module), got {type(norm).__name__}.")
+    if norm.kind not in ("RMSNorm", "LayerNorm"):
+        raise ValueError(f"norm.kind must be 'RMSNorm' or 'LayerNorm', got {norm.kind!r}.")
+    if isinstance(norm.eps, bool) or not isinstance(norm.eps, int | float):
+        raise TypeError(f"norm.eps must be a float, got {type(norm.eps).__name__} ({norm.eps!r}).")
+    if norm.kind == "RMSNorm" and norm.bias_d is not None:
+        raise ValueError("norm.bias_d must be None for an RMSNorm, which has no bias.")
     width = stream.shape[-1] // num_streams
     if norm.width != width:
         raise ValueError(f"norm must be one over the branch width {width}, got one over {norm.width}.")
     for name, parameter in (("weight_d", norm.weight_d), ("bias_d", norm.bias_d)):
-        if parameter is not None and parameter.device != stream.device:
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor) or not parameter.dtype.is_floating_point:
+            raise TypeError(f"norm.{name} must be a floating torch.Tensor, got {parameter!r:.60}.")
+        if parameter.shape != (width,):
+            raise ValueError(f"norm.{name} must have shape ({width},), got {tuple(parameter.shape)}.")
+        if parameter.device != stream.device:
             raise ValueError(f"norm.{name} must be on the stream's device {stream.device}, got {parameter.device}.")
 
 

@@ -24,6 +24,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,9 @@ _STANDARDS = {"cpu": "-std=c++17", "torch": "-std=c++20"}
 _HEADERS = ("controllers", "kernels", "norm", "rows", "tensors", "tokens", "vectors")
 
 
+OPERATORS = ("read", "read_through", "write", "write_read")
+
+
 class CompiledKernelsError(RuntimeError):
     """The compiled kernels cannot be had here; the message says why and what to do."""
 
@@ -53,11 +57,10 @@ def load_library() -> Any:
     Returns: the namespace in torch.ops with `read`, `read_through`, `write` and `write_read`.
     Raises: CompiledKernelsError.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    wanted = os.environ.get("CXX") or "c++"
+    compiler = shutil.which(wanted)
     if compiler is None:
-        raise CompiledKernelsError(
-            f"no C++ compiler {os.environ.get('CXX', 'c++')!r} on PATH; install g++ or clang++, or point CXX at one"
-        )
+        raise CompiledKernelsError(f"no C++ compiler {wanted!r} on PATH; install g++ or clang++, or point CXX at one")
     name = f"streamwise_{_digest(compiler)}"
     library = _cache_folder() / f"{name}.so"
     if not library.exists():
@@ -65,10 +68,28 @@ def load_library() -> Any:
             if not library.exists():
                 _build(compiler, library)
     try:
+        _refuse_cut(library)
         torch.ops.load_library(str(library))
-    except OSError as error:
+        operators = getattr(torch.ops, name)
+        for operator in OPERATORS:
+            getattr(operators, operator)
+    except (OSError, AttributeError) as error:
         raise CompiledKernelsError(f"{library} does not load ({error}); delete it to have it built again") from error
-    return getattr(torch.ops, name)
+    return operators
+
+
+def _refuse_cut(library: Path) -> None:
+    """OSError for an ELF file whose end is missing: touching the lost pages would kill the process without a word."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if head[:5] != b"\x7fELF\x02" or len(head) < 64:
+        return  # the loader refuses what it does not know
+    order = "<" if head[5] == 1 else ">"
+    (sections_at,) = struct.unpack_from(order + "Q", head, 40)
+    size, count = struct.unpack_from(order + "HH", head, 58)
+    wanted = sections_at + size * count
+    if library.stat().st_size < wanted:
+        raise OSError(f"{library.stat().st_size} bytes of at least {wanted}")
 
 
 def _cache_folder() -> Path:
@@ -87,7 +108,10 @@ def _sources() -> list[Path]:
 
 def _digest(compiler: str) -> str:
     """Names a build: sources, compiler and its version, flags, CPU features, PyTorch."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise CompiledKernelsError(f"{compiler} does not run ({error}); point CXX at a C++ compiler") from error
     sources = [path.read_text() for path in _sources()]
     of_torch = [torch.__version__, str(torch.version.git_version)]
     parts = [*sources, compiler, version, *FLAGS, *_STANDARDS.values(), _cpu_features(), *of_torch]
@@ -135,6 +159,8 @@ def _build(compiler: str, library: Path) -> None:
             built = str(Path(folder) / library.name)
             libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
             _run_all([[compiler, *FLAGS, "-shared", *objects.values(), *libraries, "-o", built]])
+            if not Path(built).exists():
+                raise CompiledKernelsError(f"{compiler} made no library and no error; point CXX at a C++ compiler")
             os.replace(built, library)
     except OSError as error:
         raise CompiledKernelsError(

@@ -71,6 +71,9 @@ inline Tensor empty_with_width(const Tensor &like, int64_t width, at::ScalarType
 struct Sizes {
   int64_t n, k, d;
   Sizes(const Tensor &x, int64_t k) : n(x.numel() / x.size(-1)), k(k), d(x.size(-1) / k) {
+    // A fake tensor says that it is on the CPU, and has no memory.
+    TORCH_CHECK(!x.key_set().has(c10::DispatchKey::Python), "a stream in memory is wanted, got a tensor of a class ",
+                "that stands for one (a fake tensor); take MEGATRON_STREAMWISE_BACKEND=eager for it");
     TORCH_CHECK(x.device().is_cpu() && k > 0 && k * d == x.size(-1), "a stream of ", k, "*D on the CPU is wanted, got ",
                 x.sizes(), " on ", x.device());
   }
