@@ -110,10 +110,16 @@ def test_a_compiler_that_does_not_run_or_makes_nothing_is_reported(tmp_path: Pat
 def test_a_fake_tensor_is_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatron.core.transformer.streamwise_residual_ops import streamwise_sigmoid_read
+    from megatron.core.transformer.streamwise_residual_ops import streamwise_sigmoid_read, streamwise_sigmoid_writeback
 
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="stream in memory is wanted"):
-        streamwise_sigmoid_read(torch.ones(2, 8), torch.zeros(4), 4)
+    x, logits = torch.ones(2, 8), torch.zeros(4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_x, fake_u, fake_logits = torch.ones(2, 8), torch.ones(2, 2), torch.zeros(4)
+        for stream, controller in ((fake_x, fake_logits), (fake_x, logits), (x, fake_logits)):
+            with pytest.raises(RuntimeError, match="tensor in memory is wanted"):
+                streamwise_sigmoid_read(stream, controller, 4)
+        with pytest.raises(RuntimeError, match="tensor in memory is wanted"):
+            streamwise_sigmoid_writeback(x, fake_u, logits, 4)
 
 
 def test_a_build_that_fails_is_reported_with_the_compilers_message(tmp_path: Path) -> None:

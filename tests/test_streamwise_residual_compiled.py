@@ -338,7 +338,9 @@ def test_narrower_vectors_give_the_same_results(
     for dtype, sizes in itertools.product((torch.float32, torch.bfloat16), (small, past)):
         case = Case(dtype, dtype, n=sizes["n"], k=sizes["k"], d=sizes["d"])
         for one, other in zip(everything(operators, case), everything(narrow, case), strict=True):
-            tolerance = 1e-2 if one.dtype is torch.bfloat16 else 1e-4 if dtype is torch.bfloat16 else 1e-5
+            tolerance = 1e-5 if one.dtype is not torch.bfloat16 else 1e-2
+            if dtype is torch.bfloat16 and sizes is past:  # sums over 6000 tokens, some of which round the other way
+                tolerance = max(tolerance, 1e-4)
             error = (one.double() - other.double()).abs().max() / one.double().abs().max()
             assert error < tolerance, f"{dtype}: {error} of the largest element"
 
@@ -368,9 +370,11 @@ def test_a_large_stream_has_the_bits_of_its_parts(
         return [result for results in found for result in results.values() if result.shape[0] == length]
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    whole = results(slice(None))
-    torch.set_num_threads(threads)
+    try:
+        torch.set_num_threads(2)
+        whole = results(slice(None))
+    finally:
+        torch.set_num_threads(threads)
     length = n // parts
     in_parts = [results(slice(start, start + length)) for start in range(0, n, length)]
     assert len(whole) == 2 + 2 + 3 + 4

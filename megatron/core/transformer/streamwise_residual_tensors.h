@@ -58,6 +58,13 @@ void for_types(at::ScalarType x, at::ScalarType u, F f) {
   TORCH_CHECK(false, "no compiled kernel for a stream of ", x, " and branches of ", u);
 }
 
+// Refuses a fake tensor, which says that it is on the CPU and has no memory; an undefined one passes.
+inline void check_memory(const Tensor &tensor) {
+  TORCH_CHECK(!tensor.defined() || !tensor.key_set().has(c10::DispatchKey::Python),
+              "a tensor in memory is wanted, got one of a class that stands for it (a fake tensor); take ",
+              "MEGATRON_STREAMWISE_BACKEND=eager for it");
+}
+
 inline at::ScalarType sums_of(at::ScalarType x) { return x == at::kDouble ? at::kDouble : at::kFloat; }
 
 // A tensor with the leading dimensions of `like` and another last one
@@ -71,14 +78,13 @@ inline Tensor empty_with_width(const Tensor &like, int64_t width, at::ScalarType
 struct Sizes {
   int64_t n, k, d;
   Sizes(const Tensor &x, int64_t k) : n(x.numel() / x.size(-1)), k(k), d(x.size(-1) / k) {
-    // A fake tensor says that it is on the CPU, and has no memory.
-    TORCH_CHECK(!x.key_set().has(c10::DispatchKey::Python), "a stream in memory is wanted, got a tensor of a class ",
-                "that stands for one (a fake tensor); take MEGATRON_STREAMWISE_BACKEND=eager for it");
+    check_memory(x);
     TORCH_CHECK(x.device().is_cpu() && k > 0 && k * d == x.size(-1), "a stream of ", k, "*D on the CPU is wanted, got ",
                 x.sizes(), " on ", x.device());
   }
   // Refuses a branch tensor of other tokens or another width
   void check(const Tensor &u) const {
+    check_memory(u);
     TORCH_CHECK(u.device().is_cpu() && u.size(-1) == d && u.numel() == n * d, "[..., ", d, "] for ", n,
                 " tokens on the CPU is wanted, got ", u.sizes(), " on ", u.device());
   }
@@ -90,6 +96,7 @@ class ControllerCall {
   ControllerCall(const Tensor &values_p, int64_t k, Kind kind, double max_forget = 0, bool wants_gradient = false)
       : values(contiguous(values_p)) {
     if (!values.defined()) return;
+    check_memory(values);
     const bool fits = values.device().is_cpu() && values.dim() == 1 && values.size(0) >= k;
     const bool is_wide = values.scalar_type() == at::kFloat || values.scalar_type() == at::kDouble;
     TORCH_CHECK(fits && is_wide, "an fp32 or fp64 controller of ", k, " streams on the CPU is wanted, got ",
@@ -146,9 +153,11 @@ class NormCall {
  private:
   template <class A>
   const Norm<A> *lay_out(int64_t d) {
-    for (const Tensor &parameter : {weight, bias})
+    for (const Tensor &parameter : {weight, bias}) {
+      check_memory(parameter);
       TORCH_CHECK(!parameter.defined() || (parameter.device().is_cpu() && parameter.numel() == d), "a norm over ", d,
                   " is wanted, got ", parameter.sizes());
+    }
     values_of_weight = weight.defined() ? weight.to(dtype_of<A>).contiguous() : at::ones({d}, dtype_of<A>);
     if (kind == LAYER_NORM)
       values_of_bias = bias.defined() ? bias.to(dtype_of<A>).contiguous() : at::zeros({d}, dtype_of<A>);
